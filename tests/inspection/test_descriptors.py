@@ -109,7 +109,7 @@ WRONG = {
     "R236 an unknown fact": (further({"kind": "one_of", "fact": "seqk", "values": [1]}), "have no fact 'seqk'"),
     "R236 code it does not have": (
         further({"kind": "code", "text": "scale != 3"}),
-        "wanted code that torch.sdpa.cpu_flash has (float64: a float64 mask; causal: scale > 0), got 'scale != 3'",
+        "has (mask_dtype: float64 like the query's; scale: above 0 with causal), got 'scale != 3'",
     ),
     "R236 an unknown argument": (having(accepts=["scal"]), "got 'scal'; did you mean 'scale'"),
     "R236 an unknown operation": (renamed_operation, "'attention.gqa.prefil'; did you mean 'attention.gqa.prefill'"),

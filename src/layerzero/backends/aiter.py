@@ -16,7 +16,6 @@ from torch import Tensor
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import with_lse
 
@@ -57,13 +56,6 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return flash
 
 
-def _instinct(facts: Facts) -> Reason | None:
-    if facts.device.architecture in ("gfx942", "gfx950"):
-        return None
-    got = facts.device.architecture or "unknown"
-    return Reason(ReasonCode.DEVICE_CAPABILITY_UNSUPPORTED, "architecture", "gfx942 or gfx950", got)
-
-
 _TENSORS = ("query", "key", "value")
 
 KERNELS = (
@@ -71,7 +63,12 @@ KERNELS = (
         "aiter.flash_attn",
         attention.ALL,
         _load,
-        limit.Custom("gfx942 or gfx950", _instinct),
+        limit.rule(
+            "architecture: gfx942 or gfx950",
+            lambda facts: facts.device.architecture in ("gfx942", "gfx950"),
+            "DEVICE_CAPABILITY_UNSUPPORTED",
+            got=lambda facts: facts.device.architecture or "unknown",
+        ),
         limit.dtype("float16", "bfloat16"),
         limit.dim("head_dim", max=256, multiple=8),
         limit.equal("value_dim", "head_dim"),

@@ -198,15 +198,6 @@ def _wide_heads(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.HEAD_DIM_TOO_LARGE, "head_dim", "at most 128 on this device", max(widths))
 
 
-def _alignment(facts: Facts) -> Reason | None:
-    """Masks that hang on the diagonal need as many keys as queries."""
-    diagonal = facts.get("causal") is True or facts["window"] is not None
-    if not diagonal or facts.size("seq_q") <= facts.size("seq_k"):
-        return None
-    wanted = f"at least {facts['seq_q']} like seq_q, under causal or a window"
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "seq_k", wanted, facts["seq_k"])
-
-
 def _window(facts: Facts) -> Reason | None:
     """A window's right bound is the diagonal; one query has none."""
     window: Any = facts["window"]
@@ -229,7 +220,13 @@ KERNELS = (
         *limit.dims("head_dim", "value_dim", max=256, multiple=8),
         limit.Custom("head_dim > 128 on sm 9, or 192 with a value_dim of 128 on sm 10", _wide_heads),
         NotDecoding(),
-        limit.Custom("causal or window: seq_q <= seq_k", _alignment),
+        # masks that hang on the diagonal need as many keys as queries
+        limit.rule(
+            "seq_k: at least seq_q, under causal or a window",
+            lambda facts: (
+                (facts.get("causal") is not True and facts["window"] is None) or facts["seq_q"] <= facts["seq_k"]
+            ),
+        ),
         limit.Custom("window: (left, 0), seq_q > 1", _window),
         limit.positive("scale"),  # the maximum is taken before scaling
         limit.last_stride_one(*_TENSORS),

@@ -165,18 +165,9 @@ def _dense_heads(wanted: HeadsDense, call: SizedCall) -> Iterable[Condition] | N
     return found
 
 
-def _table_in_float32(facts: Facts) -> Reason | None:
-    if facts["table_dtype"] == "float32":
-        return None
-    return Reason(ReasonCode.DTYPE_UNSUPPORTED, "cos", "float32", facts["table_dtype"])
-
-
-def _heads_divide(facts: Facts) -> Reason | None:
-    heads, kv_heads = facts.size("heads"), facts.size("kv_heads")
-    if heads % kv_heads == 0:
-        return None
-    return Reason(ReasonCode.GQA_HEADS_MISMATCH, "heads", f"a multiple of {kv_heads} kv heads", heads)
-
-
-TABLE_IN_FLOAT32 = limit.Custom("a float32 table", _table_in_float32)
-HEADS_DIVIDE = limit.Custom("heads % kv_heads == 0", _heads_divide)
+TABLE_IN_FLOAT32 = limit.rule(
+    "table_dtype: float32", lambda facts: facts["table_dtype"] == "float32", "DTYPE_UNSUPPORTED"
+)
+HEADS_DIVIDE = limit.rule(
+    "heads: a multiple of kv_heads", lambda facts: facts["heads"] % facts["kv_heads"] == 0, "GQA_HEADS_MISMATCH"
+)

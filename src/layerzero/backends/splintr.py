@@ -16,7 +16,7 @@ from layerzero.backends.tokenizers import encoder, formats, library, one_by_one
 from layerzero.core import limits as limit
 from layerzero.core.kernel import Kernel
 from layerzero.ops.tokenize import rows
-from layerzero.ops.tokenize.declare import TokenizerPart, own_specials
+from layerzero.ops.tokenize.declare import OWN_SPECIALS, TokenizerPart
 from layerzero.ops.tokenize.prefixes import cut_of
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ KERNELS: tuple[Kernel, ...] = (
         limits=(
             formats("tokenizer.json", "tiktoken"),
             TokenizerPart("vocab_hash", tuple(_BROUGHT), "VOCAB_HASH_MISMATCH", "tiktoken"),
-            own_specials(),
+            OWN_SPECIALS,
             limit.one_of("add_special_tokens", False),
         ),
         priority=32,

@@ -38,7 +38,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
 from layerzero.core.system.forking import forked
 from layerzero.ops.tokenize import rows
-from layerzero.ops.tokenize.declare import TokenizerPart, always_added, own_specials
+from layerzero.ops.tokenize.declare import ALWAYS_ADDED, OWN_SPECIALS, TokenizerPart
 from layerzero.ops.tokenize.tokenizer import Tokenizer
 
 BPE_OPENAI = library(
@@ -242,7 +242,7 @@ KERNELS = (
             formats("tiktoken"),
             TokenizerPart("vocab_hash", tuple(_BROUGHT), "VOCAB_HASH_MISMATCH"),
             TokenizerPart("merges_hash", tuple(_BROUGHT), "MERGES_HASH_MISMATCH"),
-            own_specials(),
+            OWN_SPECIALS,
             limit.one_of("add_special_tokens", False),
         ),
         priority=26,
@@ -273,7 +273,7 @@ KERNELS = (
             TokenizerPart("model", ("BPE",)),
             limit.one_of("add_special_tokens", False),
             TokenizerPart("scheme", tuple(_SCHEMES), format="tiktoken"),
-            always_added(),
+            ALWAYS_ADDED,
         ),
         priority=30,
     ),

@@ -287,14 +287,8 @@ def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _eps_normal(facts: Facts) -> Reason | None:
-    """It reads eps as float32, and returns memory that it never wrote where that is 0."""
-    eps = facts["eps"]
-    normal = isinstance(eps, (int, float)) and eps >= 1e-37
-    return None if normal else Reason(ReasonCode.CONSTRAINT_FAILED, "eps", "at least 1e-37", eps)
-
-
-_EPS = limit.Custom("eps >= 1e-37", _eps_normal)
+# it reads eps as float32, and returns memory that it never wrote where that is 0
+_EPS = limit.rule("eps: at least 1e-37", lambda facts: isinstance(facts["eps"], (int, float)) and facts["eps"] >= 1e-37)
 
 
 KERNELS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts
@@ -341,3 +341,29 @@ class Custom(Limit):
 
     def describe(self) -> str:
         return self.text
+
+
+def rule(
+    text: str,
+    holds: Callable[[Any], object],
+    code: str = ReasonCode.CONSTRAINT_FAILED,
+    *,
+    got: str | Callable[[Any], object] = "",
+) -> Custom:
+    """A rule that no other limit can say, where one condition and one sentence are enough.
+
+    Args:
+        text: which fact must be what: ``value_dim: below head_dim``.
+        holds: whether facts keep the rule.
+        code: that of the reason for refusing others.
+        got: what they have in its place, or a function that tells; else the fact, of a tensor its shape.
+    """
+    (fact, _, wanted), catalogued = text.partition(": "), ReasonCode(code)
+
+    def check(facts: Facts) -> Reason | None:
+        if holds(facts):
+            return None
+        there = f"shape {facts.tensors[fact].shape}" if fact in facts.tensors else facts.get(fact)
+        return Reason(catalogued, fact, wanted, got(facts) if callable(got) else got or there)
+
+    return Custom(text, check)

@@ -44,6 +44,7 @@ from layerzero.core.limit_kinds import (
     Platform,
     Positive,
     Repair,
+    rule,
     violated,
 )
 from layerzero.core.reasons import Reason, ReasonCode
@@ -203,6 +204,7 @@ __all__ = [
     "one_of",
     "platform",
     "positive",
+    "rule",
     "tensor_core",
 ]
 

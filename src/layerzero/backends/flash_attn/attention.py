@@ -212,21 +212,13 @@ def run_v3(flash_attn_func: Callable[..., Any], facts: Facts) -> Callable[..., A
     return v3
 
 
-def _shifted_lse(facts: Facts) -> Reason | None:
-    """Under a causal mask it adds slope * column in place of -slope * distance: each row is shifted by a constant."""
-    if facts["alibi_slopes"] == "none" or not facts["return_lse"] or facts.get("causal") is not True:
-        return None
-    return Reason(ReasonCode.LSE_UNSUPPORTED, "return_lse", "False with alibi_slopes and causal", True)
-
-
-ALIBI_WITHOUT_LSE = limit.Custom("no log-sum-exp with alibi_slopes and causal", _shifted_lse)
+# a causal mask makes it add slope * column in place of -slope * distance: each row is shifted by a constant
+ALIBI_WITHOUT_LSE = limit.rule(
+    "return_lse: False with alibi_slopes and causal",
+    lambda facts: facts["alibi_slopes"] == "none" or not facts["return_lse"] or facts.get("causal") is not True,
+    "LSE_UNSUPPORTED",
+)
 """What FlashAttention 2 cannot give, in its own package and in others that ship it."""
-
-
-def _rocm_softcap(facts: Facts) -> Reason | None:
-    if facts.device.platform != "rocm" or facts["softcap"] is None:
-        return None
-    return Reason(ReasonCode.SOFTCAP_UNSUPPORTED, "softcap", "None on ROCm", facts["softcap"])
 
 
 def _little_shared_memory(facts: Facts) -> Reason | None:
@@ -275,7 +267,11 @@ KERNELS = (
         ),  # flash_fwd_launch_template.h; Dao-AILab/flash-attention#1786
         *_SHAPES,
         ALIBI_WITHOUT_LSE,
-        limit.Custom("no softcap on ROCm", _rocm_softcap),
+        limit.rule(
+            "softcap: None on ROCm",
+            lambda facts: facts.device.platform != "rocm" or facts["softcap"] is None,
+            "SOFTCAP_UNSUPPORTED",
+        ),
         *WITH_GRADIENTS,
         limit.Custom("head_dim <= 192 with dropout and gradients on sm 8.6, 8.9 and 12.x", _little_shared_memory),
         layout="BSHD",

@@ -34,7 +34,6 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.core.limit_kinds import Limit
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import LseWithoutGradient
@@ -174,31 +173,6 @@ def _build_key(facts: Facts) -> Hashable:
     )
 
 
-def _blackwell_dims(facts: Facts) -> Reason | None:
-    widths = facts.size("head_dim"), facts.size("value_dim")
-    if max(widths) <= 128 or widths in ((192, 128), (256, 256)):
-        return None
-    wanted = "at most 128, or 192 with a value_dim of 128, or 256"
-    return Reason(ReasonCode.HEAD_DIM_INVALID, "head_dim", wanted, f"{widths[0]} with a value_dim of {widths[1]}")
-
-
-def _sinks(facts: Facts) -> Reason | None:
-    sinks = facts.tensors.get("sinks")
-    if sinks is None or sinks.dtype in (torch.float16, torch.bfloat16, torch.float32):
-        return None
-    wanted = "float16, bfloat16 or float32"
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "sinks.dtype", wanted, str(sinks.dtype).removeprefix("torch."))
-
-
-def _narrow_values(facts: Facts) -> Reason | None:
-    """Values wider than keys compile, and have not been compared with the reference."""
-    if facts.size("value_dim") <= facts.size("head_dim"):
-        return None
-    return Reason(
-        ReasonCode.HEAD_DIM_INVALID, "value_dim", f"at most {facts['head_dim']} like head_dim", facts["value_dim"]
-    )
-
-
 _TENSORS = ("query", "key", "value")
 
 
@@ -210,12 +184,22 @@ def _kernel(kernel_id: str, aliases: tuple[str, ...], priority: int, *limits: Li
         *limits,
         limit.dtype("float16", "bfloat16"),
         *limit.dims("head_dim", "value_dim", min=8, max=256, multiple=8),
-        limit.Custom("value_dim <= head_dim", _narrow_values),
+        # wider ones compile, and have not been compared with the reference
+        limit.rule(
+            "value_dim: at most head_dim", lambda facts: facts["value_dim"] <= facts["head_dim"], "HEAD_DIM_INVALID"
+        ),
         limit.positive("scale"),
         limit.last_stride_one(*_TENSORS),
         limit.aligned(16, *_TENSORS),  # it copies otherwise, and what was recorded would not
         limit.contiguous("sinks"),
-        limit.Custom("sinks: float16, bfloat16, float32", _sinks),
+        limit.rule(
+            "sinks: float16, bfloat16 or float32",
+            lambda facts: (
+                "sinks" not in facts.tensors
+                or facts.tensors["sinks"].dtype in (torch.float16, torch.bfloat16, torch.float32)
+            ),
+            got=lambda facts: str(facts.tensors["sinks"].dtype),
+        ),
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "sinks", "return_lse"),
         graph_safe=True,
@@ -233,7 +217,14 @@ _FORWARD = (
         100,  # tcgen05 is what it was written for
         limit.arch(min=(10, 0), max=(11, 9)),
         limit.instruction("tcgen05.mma"),
-        limit.Custom("head_dim: at most 128, or 192 with a value_dim of 128, or 256", _blackwell_dims),
+        limit.rule(
+            "head_dim: at most 128, or 192 with a value_dim of 128, or 256",
+            lambda facts: (
+                max(both := (facts["head_dim"], facts["value_dim"])) <= 128 or both in ((192, 128), (256, 256))
+            ),
+            "HEAD_DIM_INVALID",
+            got=lambda facts: f"{facts['head_dim']} with a value_dim of {facts['value_dim']}",
+        ),
     ),
     _kernel(
         "flash_attn.v4.sm90",

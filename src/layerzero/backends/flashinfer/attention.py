@@ -227,39 +227,26 @@ class _OneStep(OfTensors):
         return "batch and sequence step as one"
 
 
-def _window(facts: Facts) -> Reason | None:
-    """A bound to the left; to the right only that of a causal mask, which one query does not need."""
-    window: Any = facts["window"]
-    masked = facts["attn_mask"] != "none"
-    if window is None or (not masked and (facts.size("seq_q") == 1 or window[1] in (-1, 0))):
-        return None
-    return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "None with a mask, or (left, 0) or (left, -1)", window)
-
-
-def _mask_for_all_heads(facts: Facts) -> Reason | None:
-    """A mask is one bit for a query and a key, the same for every head."""
-    mask = facts.tensors.get("attn_mask")
-    if mask is None or len(mask.shape) < 3 or mask.shape[-3] == 1:
-        return None
-    return Reason(ReasonCode.ATTN_MASK_UNSUPPORTED, "attn_mask", "the same for all heads", f"shape {mask.shape}")
-
-
-def _dims(facts: Facts) -> Reason | None:
-    widths = facts.size("head_dim"), facts.size("value_dim")
-    if widths in ((64, 64), (128, 128), (256, 256), (192, 128)):
-        return None
-    wanted = "64, 128 or 256 like value_dim, or 192 with a value_dim of 128"
-    return Reason(ReasonCode.HEAD_DIM_INVALID, "head_dim", wanted, f"{widths[0]} with a value_dim of {widths[1]}")
-
-
-TEMPLATE_DIMS = limit.Custom("head_dim: 64, 128 or 256, or 192 with a value_dim of 128", _dims)
+TEMPLATE_DIMS = limit.rule(
+    "head_dim: 64, 128 or 256 like value_dim, or 192 with a value_dim of 128",
+    lambda facts: (facts["head_dim"], facts["value_dim"]) in ((64, 64), (128, 128), (256, 256), (192, 128)),
+    "HEAD_DIM_INVALID",
+    got=lambda facts: f"{facts['head_dim']} with a value_dim of {facts['value_dim']}",
+)
 
 _TENSORS = ("query", "key", "value")
 _ARGUMENTS = ("causal", "scale", "window", "softcap", "return_lse")
 _SHARED = (
     limit.dtype("float16", "bfloat16"),
     limit.positive("scale"),
-    limit.Custom("window: (left, 0) or (left, -1), none with a mask", _window),
+    limit.rule(
+        "window: None with a mask, or (left, 0) or (left, -1)",  # one query needs no bound to the right
+        lambda facts: (
+            facts["window"] is None
+            or (facts["attn_mask"] == "none" and (facts["seq_q"] == 1 or facts["window"][1] in (-1, 0)))
+        ),
+        "WINDOW_UNSUPPORTED",
+    ),
     limit.aligned(16, *_TENSORS),
 )
 _TEMPLATES = (*_SHARED, TEMPLATE_DIMS, limit.last_stride_one(*_TENSORS), _OneStep(("query", "key", "value")))
@@ -284,7 +271,12 @@ def _template(backend: str, operations: tuple[str, ...], kind: str, priority: in
 _HOPPER = (limit.arch(min=(9, 0), max=(9, 9)), limit.instruction("wgmma"))
 _MASKED = (
     limit.one_of("attn_mask", "none", "bool"),
-    limit.Custom("attn_mask: the same for all heads", _mask_for_all_heads),
+    # a mask is one bit for a query and a key
+    limit.rule(
+        "attn_mask: the same for all heads",
+        lambda facts: (mask := facts.tensors.get("attn_mask")) is None or mask.shape[-3:-2] in ((), (1,)),
+        "ATTN_MASK_UNSUPPORTED",
+    ),
 )
 
 KERNELS = (

@@ -30,7 +30,6 @@ from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, workspace
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.cascade import CASCADE, MERGE_STATES
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.step import StepMetadata
@@ -118,19 +117,14 @@ def _load_merge(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _merged_heads(facts: Facts) -> Reason | None:
-    """As many heads as a block of its merge has room for: 1024 threads, one for 8 numbers of a head."""
-    most = 8 * 1024 // facts.size("value_dim")
-    if facts.size("heads") <= most:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "heads", f"at most {most} with this value_dim", facts.size("heads"))
-
-
 def _merge_built(facts: Facts) -> bool:
     return is_built("cascade", facts)
 
 
-_MERGED_HEADS = limit.Custom("heads * value_dim <= 8192", _merged_heads)  # "invalid argument" beyond (H200, 2026-11-22)
+_MERGED_HEADS = limit.rule(
+    "heads: at most 8192 / value_dim", lambda facts: facts["heads"] <= 8 * 1024 // facts["value_dim"]
+)
+"""A block of its merge has 1024 threads, one for 8 numbers of a head: "invalid argument" beyond (H200, 2026-11-22)."""
 
 
 class _Pod:

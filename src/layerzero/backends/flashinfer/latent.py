@@ -24,7 +24,6 @@ from layerzero.backends.flashinfer.varlen import ARCHITECTURES, buffers, pages_o
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.latent import NAME, WIDTHS
 from layerzero.ops.paged.step import StepMetadata
 
@@ -114,15 +113,6 @@ def _built(facts: Facts, backend: str) -> bool:
     )
 
 
-def _whole_tiles(facts: Facts) -> Reason | None:
-    """Several causal queries: a tile of 64 or 128 rows holds whole queries."""
-    heads = facts.size("heads")
-    if facts.size("seq_q") == 1 or 64 % heads == 0 or heads == 128:
-        return None
-    wanted = "1, or heads that divide 64, or 128 heads"
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "seq_q", wanted, f"{facts.size('seq_q')} with {heads} heads")
-
-
 _TENSORS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
 
 
@@ -135,7 +125,11 @@ def _kernel(backend: str, priority: int) -> Kernel:
         limit.dtype("float16", "bfloat16"),
         *WIDTHS,
         limit.positive("scale"),
-        limit.Custom("seq_q: 1, or heads that fill a tile", _whole_tiles),
+        # several causal queries: a tile of 64 or 128 rows holds whole queries
+        limit.rule(
+            "seq_q: 1, or heads that divide 64, or 128 heads",
+            lambda facts: facts["seq_q"] == 1 or 64 % facts["heads"] == 0 or facts["heads"] == 128,
+        ),
         limit.Custom("capture: a capturable step", plannable),
         limit.last_stride_one(*_TENSORS),
         limit.aligned(16, *_TENSORS),

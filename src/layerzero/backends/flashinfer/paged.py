@@ -172,12 +172,13 @@ def plannable(facts: Facts) -> Reason | None:
     )
 
 
-def same_strides(facts: Facts) -> Reason | None:
-    """It steps through values with the strides of the keys."""
-    keys, values = (facts.tensors[name].strides for name in ("key_cache", "value_cache"))
-    if keys == values:
-        return None
-    return Reason(ReasonCode.NOT_CONTIGUOUS, "value_cache", f"strides {keys} like key_cache", f"strides {values}")
+SAME_STRIDES = limit.rule(
+    "value_cache: strides like key_cache",
+    lambda facts: facts.tensors["value_cache"].strides == facts.tensors["key_cache"].strides,
+    "NOT_CONTIGUOUS",
+    got=lambda facts: f"strides {facts.tensors['value_cache'].strides}",
+)
+"""It steps through values with the strides of the keys."""
 
 
 _LIMITS = (
@@ -185,7 +186,7 @@ _LIMITS = (
     limit.dim("head_dim", one_of=(64, 128, 256)),
     limit.equal("value_dim", "head_dim"),
     limit.positive("scale"),
-    limit.Custom("key_cache and value_cache: the same strides", same_strides),
+    SAME_STRIDES,
     limit.Custom("capture: a capturable step", plannable),
     limit.last_stride_one("query", "key_cache", "value_cache"),
     limit.aligned(16, "query", "key_cache", "value_cache"),

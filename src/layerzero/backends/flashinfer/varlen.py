@@ -21,11 +21,11 @@ from torch import Tensor
 from layerzero.backends.flashinfer.attention import FLASHINFER, TEMPLATE_DIMS
 from layerzero.backends.flashinfer.modules import Variant, batches_key, batches_prebuilt
 from layerzero.backends.flashinfer.paged import (
+    SAME_STRIDES,
     WORKSPACE_BYTES,
     Planned,
     plannable,
     planned_for,
-    same_strides,
     workspace,
 )
 from layerzero.backends.flashinfer.plan import Staging
@@ -34,7 +34,6 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Limit
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.ragged import declare as ragged
@@ -271,27 +270,18 @@ def _load_paged(facts: Facts, backend: str, split: bool) -> Callable[..., Any]:
     return run
 
 
-def _left_window(facts: Facts) -> Reason | None:
-    """A bound to the left; to the right only that of a causal mask."""
-    window: Any = facts["window"]
-    if window is None or facts["causal"] is True or window[1] in (-1, 0):
-        return None
-    return Reason(ReasonCode.WINDOW_UNSUPPORTED, "window", "(left, 0) or (left, -1), or any with causal", window)
-
-
 _SHARED: tuple[Limit, ...] = (
     limit.dtype("float16", "bfloat16"),
     limit.positive("scale"),
     limit.Custom("capture: a capturable step", plannable),
 )
-LEFT_WINDOW = (limit.Custom("window: (left, 0) or (left, -1), or causal", _left_window),)
-
-
-def _stepped(facts: Facts) -> Reason | None:
-    """Two plans in every call are never worth it."""
-    if facts["step"] != "none":
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "step", "a StepMetadata, on which both plans are made once", "none")
+LEFT_WINDOW = (
+    limit.rule(
+        "window: (left, 0) or (left, -1), or any with causal",
+        lambda facts: facts["window"] is None or facts["causal"] is True or facts["window"][1] in (-1, 0),
+        "WINDOW_UNSUPPORTED",
+    ),
+)
 
 
 ARCHITECTURES: dict[str, tuple[Limit, ...]] = {
@@ -308,11 +298,13 @@ OF_PAGES = (
     *_SHARED,
     limit.dim("head_dim", one_of=(64, 128, 256)),
     limit.equal("value_dim", "head_dim"),
-    limit.Custom("key_cache and value_cache: the same strides", same_strides),
+    SAME_STRIDES,
     limit.last_stride_one("query", "key_cache", "value_cache"),
     limit.aligned(16, "query", "key_cache", "value_cache"),
 )
-STEPPED = (limit.Custom("step: given", _stepped),)
+STEPPED = (
+    limit.rule("step: a StepMetadata, on which both plans are made once", lambda facts: facts["step"] != "none"),
+)
 _ACCEPTS = ("causal", "scale", "window", "softcap", "return_lse", "step")
 
 

@@ -47,7 +47,6 @@ from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.rope.split import rope
 
 
@@ -258,12 +257,11 @@ def _rotating(build: Build, facts: Facts) -> Callable[..., None]:
     return run
 
 
-def _same_dtype(facts: Facts) -> Reason | None:
-    dtype, table = dtype_name(facts.tensors["query"].dtype), facts["table_dtype"]
-    return None if dtype == table else Reason(ReasonCode.DTYPE_UNSUPPORTED, "cos and sin", dtype, table)
-
-
-_ONE_DTYPE = limit.Custom("cos and sin in the dtype of query", _same_dtype)
+_ONE_DTYPE = limit.rule(
+    "table_dtype: that of query",
+    lambda facts: facts["table_dtype"] == dtype_name(facts.tensors["query"].dtype),
+    "DTYPE_UNSUPPORTED",
+)
 
 
 def moe(build: Build) -> Sequence[Kernel]:

@@ -35,7 +35,6 @@ from layerzero.core import limits as limit
 from layerzero.core.device import PLATFORMS
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.layout import by_group
 from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled, SquareCausal
@@ -145,19 +144,11 @@ def gives_no_lse(facts: Facts) -> bool:
     return not facts["return_lse"]
 
 
-def positive_beside_causal(facts: Facts) -> Reason | None:
-    """The kernel hides the future before it scales: 0 * -inf is NaN, and a negative factor makes it +inf."""
-    scale = facts["scale"]
-    if facts.get("causal") is not True or not isinstance(scale, (int, float)) or scale > 0:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "scale", "above 0 with causal", scale)
-
-
-def _readable_mask(facts: Facts) -> Reason | None:
-    """The kernel reads a float32 mask with a float64 query as if it were float64, beyond its end."""
-    if facts["dtype"] is not torch.float64 or facts["mask_dtype"] != "float32":
-        return None
-    return Reason(ReasonCode.ATTN_MASK_UNSUPPORTED, "attn_mask", "float64 like the query", "float32")
+POSITIVE_WITH_CAUSAL = limit.rule(
+    "scale: above 0 with causal",
+    lambda facts: facts.get("causal") is not True or not isinstance(facts["scale"], (int, float)) or facts["scale"] > 0,
+)
+"""The kernel hides the future before it scales: 0 * -inf is NaN, and a negative factor makes it +inf."""
 
 
 def _load_math(facts: Facts) -> Callable[..., Any]:
@@ -211,7 +202,7 @@ CPU_FLASH = (
     limit.platform("cpu"),
     FLOATS,
     limit.equal("value_dim", "head_dim"),
-    limit.Custom("causal: scale > 0", positive_beside_causal),
+    POSITIVE_WITH_CAUSAL,
     SdpaEnabled("flash"),
 )
 """What kernels demand that run the CPU's fused kernel sequence by sequence, or by tiles."""
@@ -252,8 +243,13 @@ _CPU_FLASH = kernel(
     limit.one_of("bias_grad", False),  # it refuses to differentiate a mask
     SquareCausal(),
     limit.one_of("attn_mask", "none", "float", foldable=True),
-    limit.Custom("float64: a float64 mask", _readable_mask),
-    limit.Custom("causal: scale > 0", positive_beside_causal),
+    # the kernel reads a float32 mask with a float64 query as if it were float64, beyond its end
+    limit.rule(
+        "mask_dtype: float64 like the query's",
+        lambda facts: facts["dtype"] is not torch.float64 or facts["mask_dtype"] != "float32",
+        "ATTN_MASK_UNSUPPORTED",
+    ),
+    POSITIVE_WITH_CAUSAL,
     LseWithoutGradient(),
     SdpaEnabled("flash"),
     limit.last_stride_one("query", "key", "value"),

@@ -49,14 +49,6 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return torchs(compute) if facts["padding"] == "same" else compute
 
 
-def _even(facts: Facts) -> Reason | None:
-    if facts["padding"] != "same":
-        return None
-    return Reason(
-        ReasonCode.CONSTRAINT_FAILED, "padding", "as much at both ends", "one more at the end: an even kernel"
-    )
-
-
 def _load_packed(facts: Facts, wider: Callable[[Any], Any] = lambda tensor: tensor) -> Callable[..., Any]:
     """``wider`` is what the weight goes through before it is packed, and the bias."""
     operator, reorder = torch.ops.mkldnn._convolution_pointwise.default, torch.ops.mkldnn._reorder_convolution_weight
@@ -142,7 +134,11 @@ _CONV = kernel(
 _LARGE = (
     limit.contiguous("bias"),
     BELONGS,
-    limit.Custom("as much padding at both ends", _even),
+    limit.rule(
+        "padding: as much at both ends",
+        lambda facts: facts["padding"] != "same",
+        got="one more at the end: an even kernel",
+    ),
     limit.Custom("a weight that is large compared with input and result, or channels last", _is_large),
 )
 _PACKED = kernel(

@@ -127,14 +127,6 @@ def _through_torch(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = 
     return functional.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped, **named)
 
 
-def _cudnn_expanded(facts: Facts) -> Reason | None:
-    """It gives the output the query's strides, and refuses its own output where one of them is 0."""
-    query = facts.tensors["query"]
-    if not query.expanded:
-        return None
-    return Reason(ReasonCode.NOT_CONTIGUOUS, "query", "no expanded axis", f"strides {query.strides}")
-
-
 def _cudnn_wide_heads(facts: Facts) -> Reason | None:
     """Heads wider than 128 were seen right on Hopper's forward pass; elsewhere cuDNN documents 128 as the bound."""
     widest = max(facts.size("head_dim"), facts.size("value_dim"))
@@ -149,14 +141,6 @@ def _efficient_dropout(facts: Facts) -> Reason | None:
     if most is None or not facts["dropout_p"] or (batch := facts.size("batch")) <= most:
         return None
     return Reason(ReasonCode.CUDA_GRID_DIM_EXCEEDED, "grid.z", f"at most {most} with dropout", f"{batch} (batch)")
-
-
-def _efficient_bfloat16(facts: Facts) -> Reason | None:
-    """What torch itself asks before it takes this kernel (torch 2.11's sdp_utils.cpp)."""
-    sm = facts.device.sm
-    if facts["dtype"] is not torch.bfloat16 or sm is None or sm >= (8, 0):
-        return None
-    return Reason(ReasonCode.SM_TOO_OLD, "sm", ">= 8.0 for bfloat16", f"{sm[0]}.{sm[1]}")
 
 
 def _cudnn_is_first(facts: Facts) -> bool:
@@ -191,7 +175,13 @@ KERNELS = (
         limit.dtype("float16", "bfloat16"),
         *limit.dims("head_dim", "value_dim", max=256, multiple=8),
         limit.Custom("head_dim > 128 on sm 9.0 and newer, forward only", _cudnn_wide_heads),
-        limit.Custom("query: no expanded axis", _cudnn_expanded),
+        # it gives the output the query's strides, and refuses its own output where one of them is 0
+        limit.rule(
+            "query: no expanded axis",
+            lambda facts: not facts.tensors["query"].expanded,
+            "NOT_CONTIGUOUS",
+            got=lambda facts: f"strides {facts.tensors['query'].strides}",
+        ),
         SquareCausal(),
         NotDecoding(),
         SdpaEnabled("cudnn"),
@@ -231,7 +221,13 @@ KERNELS = (
         _load_cuda_efficient,
         limit.platform("cuda"),
         limit.dtype("float32", "float16", "bfloat16"),
-        limit.Custom("bfloat16 from sm 8.0 on", _efficient_bfloat16),
+        # what torch itself asks before it takes this kernel (torch 2.11's sdp_utils.cpp)
+        limit.rule(
+            "sm: 8.0 and newer for bfloat16",
+            lambda facts: facts["dtype"] is not torch.bfloat16 or facts.device.sm is None or facts.device.sm >= (8, 0),
+            "SM_TOO_OLD",
+            got=lambda facts: ".".join(map(str, facts.device.sm)),
+        ),
         *limit.dims("head_dim", "value_dim", multiple=8),
         SquareCausal(),
         limit.one_of("attn_mask", "none", "float", foldable=True),

@@ -31,7 +31,6 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
 from layerzero.core.ledger import call_class
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import attention_reference
 
@@ -196,14 +195,6 @@ def _for_exact_sizes(device: torch.device, dtype: torch.dtype, sizes: dict[str, 
     return run
 
 
-def _slopes_of_a_batch(facts: Facts) -> Reason | None:
-    """Indexed by a batch whose size is a range, they make C++ that does not compile."""
-    slopes = facts.tensors.get("alibi_slopes")
-    if slopes is None or len(slopes.shape) == 1 or slopes.shape[0] == 1:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "alibi_slopes", "one slope a head, (H,)", slopes.shape)
-
-
 def _build_key(facts: Facts) -> Hashable:
     """A build on the CPU serves a class of batches and lengths, at exact heads and widths."""
     return call_class(facts), *map(facts.__getitem__, _EXACT)
@@ -216,7 +207,13 @@ def _exact_build_key(facts: Facts) -> Hashable:
 
 _ARGUMENTS = ("causal", "scale", "window", "softcap", "alibi_slopes")
 _DTYPES = limit.dtype("float32", "float16", "bfloat16")
-_SLOPES = limit.Custom("alibi_slopes: (H,)", _slopes_of_a_batch)
+# indexed by a batch whose size is a range, they make C++ that does not compile
+_SLOPES = limit.rule(
+    "alibi_slopes: one slope a head, (H,)",
+    lambda facts: (
+        (slopes := facts.tensors.get("alibi_slopes")) is None or len(slopes.shape) == 1 or slopes.shape[0] == 1
+    ),
+)
 _DENSE = limit.contiguous("query", "key", "value")  # strides are compiled in
 
 KERNELS = (

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, cpu_attend, kernel, positive_beside_causal
+from layerzero.backends.torch.attention import FLOATS, POSITIVE_WITH_CAUSAL, cpu_attend, kernel
 from layerzero.backends.torch.cuda_attention import aligned_rows, own_heads
 from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, flash
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import AlignedOnCuda, SdpaEnabled
 from layerzero.ops.sparse.declare import NAME, block_mask, in_blocks
@@ -71,13 +70,7 @@ def _load_cuda(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _given(facts: Facts) -> Reason | None:
-    if "kv_lens" in facts.tensors:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "kv_lens", "the keys of each sequence", "none")
-
-
-_LENGTHS = limit.Custom("kv_lens: given", _given)
+_LENGTHS = limit.rule("kv_lens: the keys of each sequence", lambda facts: "kv_lens" in facts.tensors, got="none")
 _ARGUMENTS = ("scale", "window", "kv_lens", "return_lse")
 
 
@@ -91,7 +84,7 @@ def _kernels(name: str, operations: tuple[str, ...], accepts: tuple[str, ...]) -
             FLOATS,
             limit.equal("value_dim", "head_dim"),
             _LENGTHS,
-            limit.Custom("causal: scale > 0", positive_beside_causal),
+            POSITIVE_WITH_CAUSAL,
             SdpaEnabled("flash"),
             limit.last_stride_one("query", "key", "value"),
             layout="BSHD",

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, always, cpu_attend, kernel, positive_beside_causal
+from layerzero.backends.torch.attention import FLOATS, POSITIVE_WITH_CAUSAL, always, cpu_attend, kernel
 from layerzero.backends.torch.varlen import Slice, attend_each
 from layerzero.core import limits as limit
 from layerzero.core.errors import refuse
 from layerzero.core.facts import Facts
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.cascade import CASCADE, MERGE_STATES, shared_problems
 from layerzero.ops.latent import NAME, joined
@@ -194,13 +193,6 @@ def _load_narrow_values(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _narrow_values(facts: Facts) -> Reason | None:
-    widths = facts.size("value_dim"), facts.size("head_dim")
-    if widths[0] < widths[1]:
-        return None
-    return Reason(ReasonCode.HEAD_DIM_INVALID, "value_dim", f"below the head dim {widths[1]}", widths[0])
-
-
 def _gathered_bytes(facts: Facts) -> int:
     """The keys of every sequence twice, and their scores."""
     width = facts.size("latent_dim") + facts.size("rope_dim")
@@ -216,8 +208,10 @@ KERNELS = (
         _load_narrow_values,
         limit.platform("cpu"),
         FLOATS,
-        limit.Custom("value_dim: below head_dim", _narrow_values),
-        limit.Custom("causal: scale > 0", positive_beside_causal),
+        limit.rule(
+            "value_dim: below head_dim", lambda facts: facts["value_dim"] < facts["head_dim"], "HEAD_DIM_INVALID"
+        ),
+        POSITIVE_WITH_CAUSAL,
         SdpaEnabled("flash"),
         limit.last_stride_one("query", "key"),
         accepts=("causal", "scale", "return_lse"),

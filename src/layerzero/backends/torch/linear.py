@@ -30,7 +30,6 @@ from layerzero.backends.torch.cpu_half import CPU, KEPT_BITS, ROWS_APART, linear
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.activation.formulas import FUNCTIONS, IN_PLACE
 from layerzero.ops.linear import packed_blocks
 from layerzero.ops.linear.packed import Pack, PackedWeight
@@ -72,14 +71,6 @@ def load_then(
         return (output if formula is None else formula(output)).to(result)
 
     return run
-
-
-def _asks_for_more(facts: Facts) -> Reason | None:
-    """Whether a call is more than a product, which has a kernel of its own, without Python around it."""
-    if facts["activation"] is not None or facts["out_dtype"] is not None:
-        return None
-    wanted = "an activation or another dtype of the result"
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "activation", wanted, "a product alone: torch.linear")
 
 
 def by_rows(facts: Facts, product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -178,12 +169,6 @@ def _times(_: Facts, form: _Form = _OWN) -> packed_blocks.Times:
     return run
 
 
-def _has_onednn(facts: Facts) -> Reason | None:
-    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return None
-    return Reason(ReasonCode.NOT_INSTALLED, "oneDNN", "a torch that was built with it", "not there")
-
-
 _PACKED = ("packed", "packed_up", "packed_q")
 """Facts of products and blocks of products that say whether their weights are packed; all of a call are, or none."""
 
@@ -206,7 +191,12 @@ def packed_as_stock(facts: Facts) -> bool:
     return own(facts) and facts["dtype"] is torch.bfloat16
 
 
-HAS_ONEDNN = limit.Custom("torch is built with oneDNN", _has_onednn)
+HAS_ONEDNN = limit.rule(
+    "oneDNN: a torch that was built with it",
+    lambda _: torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+    "NOT_INSTALLED",
+    got="not there",
+)
 ONEDNN = (
     limit.platform("cpu"),
     HAS_ONEDNN,
@@ -258,7 +248,12 @@ _THEN = kernel(
     _OPERATIONS,
     load_then,
     FLOATS,
-    limit.Custom("an activation or another dtype of the result", _asks_for_more),
+    # a product has a kernel of its own, without Python around it
+    limit.rule(
+        "activation: one, or another dtype of the result",
+        lambda facts: facts["activation"] is not None or facts["out_dtype"] is not None,
+        got="a product alone: torch.linear",
+    ),
     accepts=("bias", "activation", "out_dtype"),
     grad=True,
     handles_empty=True,

@@ -27,18 +27,15 @@ from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.declaration import wide
 from layerzero.ops.loss import CROSS_ENTROPY, CROSS_ENTROPY_ROWS
 
-
-def _from_2_13(facts: Facts) -> Reason | None:
-    if hasattr(functional, "linear_cross_entropy"):
-        return None
-    return Reason(ReasonCode.VERSION_UNSUPPORTED, "torch", ">=2.13", torch.__version__)
-
-
-_HAS_ONE = limit.Custom("torch 2.13, which brought the function", _from_2_13)
+_HAS_ONE = limit.rule(
+    "torch: 2.13, which brought the function",
+    lambda _: hasattr(functional, "linear_cross_entropy"),
+    "VERSION_UNSUPPORTED",
+    got=torch.__version__,
+)
 
 
 REDUCED, BY_ROW = "loss.linear_cross_entropy", "loss.linear_cross_entropy.rows"

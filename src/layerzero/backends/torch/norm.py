@@ -16,17 +16,14 @@ from layerzero.backends.norm_limits import sum_then
 from layerzero.backends.torch.attention import FLOATS, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.reasons import Reason, ReasonCode
 
-
-def _infinite_float64(facts: Facts) -> Reason | None:
-    """On a GPU a float64 row with an infinity ends in NaN, not in 0 next to it (H200, torch 2.11, 2026-11-21)."""
-    if facts.device.platform == "cpu" or facts["dtype"] is not torch.float64:
-        return None
-    return Reason(ReasonCode.DTYPE_UNSUPPORTED, "dtype", "float32, float16 or bfloat16 on a GPU", "float64")
-
-
-FINITE = limit.Custom("on a GPU: no float64", _infinite_float64)
+# on a GPU a float64 row with an infinity ends in NaN, not in 0 next to it (H200, torch 2.11, 2026-11-21)
+FINITE = limit.rule(
+    "dtype: float32, float16 or bfloat16 on a GPU",
+    lambda facts: facts.device.platform == "cpu" or facts["dtype"] is not torch.float64,
+    "DTYPE_UNSUPPORTED",
+    got="float64",
+)
 
 
 def _summed_by_one(facts: Facts) -> bool:

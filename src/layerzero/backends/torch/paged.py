@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, cpu_attend, kernel, short_mask
-from layerzero.backends.torch.softcap import fitting_cap, load_softcap, needs
+from layerzero.backends.torch.softcap import CAPPED, FITTING_CAP, load_softcap
 from layerzero.backends.torch.varlen import EACH, FLASH, LANES, Slice, attend_each, flash, longest_queries
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -322,8 +322,8 @@ KERNELS = (
         load_softcapped,
         limit.platform("cpu"),
         limit.dtype("float32", "float16", "bfloat16"),
-        limit.Custom("softcap", needs("softcap")),
-        limit.Custom("softcap that leaves queries in range", fitting_cap),
+        CAPPED,
+        FITTING_CAP,
         layout="NHD",
         accepts=("causal", "scale", "window", "softcap"),
         graph_safe=False,

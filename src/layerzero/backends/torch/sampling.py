@@ -177,18 +177,18 @@ def _random_in_capture(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CUDA_GRAPH_UNSAFE, given, "none inside a capture, which keeps torch's own", "given")
 
 
-def _counts_on_a_cpu(facts: Facts) -> Reason | None:
-    """How many of the largest are wanted has to be known: reading it from a device means waiting."""
-    if facts.device.platform == "cpu" or facts.get("top_k_by_row", "none") == "none":
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "top_k_by_row", "none but on a CPU", "given")
-
-
 _RANDOM = ("temperature", "temperature_by_row", "seed", "generator")
 _CAPTURE = limit.Custom("no seed and no generator inside a capture", _random_in_capture)
 
 
-_COUNTED = _CAPTURE, limit.Custom("top_k_by_row on a CPU only", _counts_on_a_cpu)
+_COUNTED = (
+    _CAPTURE,
+    # how many of the largest are wanted has to be known: reading it from a device means waiting
+    limit.rule(
+        "top_k_by_row: none but on a CPU",
+        lambda facts: facts.device.platform == "cpu" or facts.get("top_k_by_row", "none") == "none",
+    ),
+)
 
 
 def _sampler(

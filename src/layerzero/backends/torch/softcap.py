@@ -38,17 +38,16 @@ from torch import Tensor
 
 from layerzero.backends.torch.attention import (
     FOLDED,
+    POSITIVE_WITH_CAUSAL,
     UNLISTED,
     always,
     cpu_attend,
     kernel,
     load_cpu_flash,
-    positive_beside_causal,
 )
 from layerzero.core import emulation
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import SdpaEnabled, SquareCausal
 
@@ -147,22 +146,14 @@ def _hide_the_future(scores: Tensor, place: int) -> Tensor | None:
     return (torch.arange(place, place + rows) < 0).unsqueeze(-1)
 
 
-def needs(name: str) -> Callable[[Facts], Reason | None]:
-    """A limit: an argument must be given; without it, torch's own kernels are there."""
+CAPPED = limit.rule("softcap: given", lambda facts: facts["softcap"] is not None)
+"""Without it torch's own kernels are there."""
 
-    def check(facts: Facts) -> Reason | None:
-        given = name in facts.tensors if name == "sinks" else facts[name] is not None
-        return None if given else Reason(ReasonCode.CONSTRAINT_FAILED, name, "given", None)
-
-    return check
-
-
-def fitting_cap(facts: Facts) -> Reason | None:
-    """Whether the reciprocal of a softcap leaves queries in range."""
-    cap: Any = facts["softcap"]
-    if cap is None or LEAST_CAP <= cap <= MOST_CAP:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "softcap", f"{LEAST_CAP:g} to {MOST_CAP:g}", cap)
+FITTING_CAP = limit.rule(
+    f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}",
+    lambda facts: facts["softcap"] is None or LEAST_CAP <= facts["softcap"] <= MOST_CAP,
+)
+"""The reciprocal of a softcap leaves queries in range."""
 
 
 def _softcap_workspace(facts: Facts) -> int:
@@ -278,13 +269,6 @@ def _product(rows: Tensor, keys: Tensor, factor: float, out: Tensor) -> None:
         torch.mul(torch.bmm(rows.float(), keys.float()), factor, out=out)
 
 
-def _needs_more(facts: Facts) -> Reason | None:
-    """Softcap or sinks, without which torch's own kernels are there."""
-    if facts["softcap"] is not None or "sinks" in facts.tensors:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "softcap", "given, or sinks", None)
-
-
 def _workspace(facts: Facts) -> int:
     """Scores, what softmax makes of them, that in 16 bits, and which are hidden; keys and values that lie otherwise.
 
@@ -317,11 +301,11 @@ KERNELS = (
         _load_sinks,
         limit.platform("cpu"),
         _FLOATS,
-        limit.Custom("sinks", needs("sinks")),
+        limit.rule("sinks: given", lambda facts: "sinks" in facts.tensors),
         limit.equal("value_dim", "head_dim"),
         SquareCausal(),
         _MASK,
-        limit.Custom("causal: scale > 0", positive_beside_causal),
+        POSITIVE_WITH_CAUSAL,
         SdpaEnabled("flash"),
         limit.last_stride_one("query", "key", "value"),
         layout="BHSD",
@@ -337,8 +321,8 @@ KERNELS = (
         load_softcap,
         limit.platform("cpu"),
         _FLOATS,
-        limit.Custom("softcap", needs("softcap")),
-        limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
+        CAPPED,
+        FITTING_CAP,
         _MASK,
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask", "softcap"),
@@ -354,8 +338,9 @@ KERNELS = (
         always(scored),
         limit.platform("cuda", *UNLISTED),
         limit.dtype("float32", "float16", "bfloat16"),
-        limit.Custom("softcap or sinks", _needs_more),
-        limit.Custom(f"softcap: {LEAST_CAP:g} to {MOST_CAP:g}", fitting_cap),
+        # without them torch's own kernels are there
+        limit.rule("softcap: given, or sinks", lambda facts: facts["softcap"] is not None or "sinks" in facts.tensors),
+        FITTING_CAP,
         limit.one_of("attn_mask", "none", "float", "bool", foldable=True),
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask", "softcap", "sinks", "return_lse"),

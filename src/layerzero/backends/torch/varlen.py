@@ -20,11 +20,11 @@ from torch.nn import functional
 
 from layerzero.backends.torch.attention import (
     FLOATS,
+    POSITIVE_WITH_CAUSAL,
     UNLISTED,
     blanked,
     gives_no_lse,
     kernel,
-    positive_beside_causal,
     sdpa_operator,
     short_mask,
 )
@@ -33,7 +33,6 @@ from layerzero.backends.torch.cuda_attention import aligned_rows
 from layerzero.backends.torch.softcap import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled
 from layerzero.ops.attention.reference import attention_bias
 from layerzero.ops.ragged import declare as ragged
@@ -163,13 +162,6 @@ def _load_ragged(facts: Facts, attend: Attend | None = None) -> Callable[..., An
     return run
 
 
-def _no_gradient_of_sinks(facts: Facts) -> Reason | None:
-    """Sinks act on a log-sum-exp, which has no gradient here."""
-    if facts["sinks"] == "none" or not facts["requires_grad"]:
-        return None
-    return Reason(ReasonCode.GRAD_UNSUPPORTED, "sinks", "none with gradients", "given")
-
-
 def longest_or(promised: int | None, tokens: int) -> int:
     """What a launch is sized by: the promised length, or that of all tokens in one sequence; at least 1."""
     return max(tokens if promised is None else min(promised, tokens), 1)
@@ -278,9 +270,14 @@ _RAGGED = kernel(
     FLOATS,
     limit.equal("value_dim", "head_dim"),
     limit.one_of("bias_grad", False),
-    limit.Custom("causal: scale > 0", positive_beside_causal),
+    POSITIVE_WITH_CAUSAL,
     LseWithoutGradient(),
-    limit.Custom("sinks: no gradients", _no_gradient_of_sinks),
+    # they act on a log-sum-exp, which has no gradient here
+    limit.rule(
+        "sinks: none with gradients",
+        lambda facts: facts["sinks"] == "none" or not facts["requires_grad"],
+        "GRAD_UNSUPPORTED",
+    ),
     SdpaEnabled("flash"),
     limit.last_stride_one("query", "key", "value"),
     accepts=("causal", "scale", "window", "sinks", "alibi_slopes", "return_lse"),

@@ -249,16 +249,16 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
     return v2
 
 
-FITTING_VALUES = "value_dim: like head_dim, or 97 to 128 with a head_dim of 129 to 192"
-
-
-def fitting_values(facts: Facts) -> Reason | None:
-    """The widths for which FlashAttention 3 has kernels where values are not as wide as keys."""
-    head_dim, value_dim = facts.size("head_dim"), facts.size("value_dim")
-    if head_dim == value_dim or (128 < head_dim <= 192 and 96 < value_dim <= 128) or head_dim <= 64:
-        return None
-    wanted = f"{head_dim} like head_dim, or 97 to 128 with a head_dim of 129 to 192, or any with one of at most 64"
-    return Reason(ReasonCode.HEAD_DIM_INVALID, "value_dim", wanted, value_dim)
+FITTING_VALUES = limit.rule(
+    "value_dim: like head_dim, or 97 to 128 with a head_dim of 129 to 192, or any with one of at most 64",
+    lambda facts: (
+        facts["head_dim"] == facts["value_dim"]
+        or facts["head_dim"] <= 64
+        or (128 < facts["head_dim"] <= 192 and 96 < facts["value_dim"] <= 128)
+    ),
+    "HEAD_DIM_INVALID",
+)
+"""The widths for which FlashAttention 3 has kernels where values are not as wide as keys."""
 
 
 def fitting_sinks(facts: Facts) -> Reason | None:
@@ -295,7 +295,7 @@ KERNELS = (
         limit.instruction("wgmma"),
         *_SHAPES,
         limit.dim("value_dim", max=256, multiple=8),
-        limit.Custom(FITTING_VALUES, fitting_values),
+        FITTING_VALUES,
         *OF_SINKS,
         OF_LENGTHS,
         layout="BSHD",

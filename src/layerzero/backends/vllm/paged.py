@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.paged import same_strides
+from layerzero.backends.flashinfer.paged import SAME_STRIDES
 from layerzero.backends.shape_cache import Prepared, driver_cache
 from layerzero.backends.torch.latent_cascade import as_decode, merge, weighted
 from layerzero.backends.torch.varlen import lse_of_tokens
-from layerzero.backends.vllm.flash_attn import FITTING_VALUES, fitting_values
+from layerzero.backends.vllm.flash_attn import FITTING_VALUES
 from layerzero.backends.vllm.library import (
     VLLM,
     VLLM_FLASH_ATTN_2,
@@ -42,7 +42,6 @@ from layerzero.backends.vllm.varlen import HEADS, OF_V2, OF_V3, Forward, Keys, O
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention.limits import DenseTokens
 from layerzero.ops.attention.reference import lse_of_hidden_rows
 from layerzero.ops.cascade import CASCADE, FLAT, MERGE_STATES
@@ -266,7 +265,7 @@ WRITES = (
     DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
     limit.contiguous("slot_mapping"),
     limit.last_stride_one("key_cache", "value_cache"),
-    limit.Custom("key_cache and value_cache: the same strides", same_strides),
+    SAME_STRIDES,
 )
 """What its operators that write tokens into pages take."""
 
@@ -300,14 +299,6 @@ def _load_blocks(facts: Facts, library: Callable[[], Forward]) -> Callable[..., 
     return run
 
 
-def _blocks_of_16(facts: Facts) -> Reason | None:
-    """Pages of version 2, and tiles of version 3 worth their launch."""
-    size: Any = facts["block_cols"]
-    if size % 16 == 0:
-        return None
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "block_cols", "a multiple of 16", size)
-
-
 def _of_blocks(own: Own, version: int, priority: int) -> Kernel:
     variant = functools.partial(variant_of_blocks, version=version)
     return own.backend.kernel(
@@ -316,7 +307,8 @@ def _of_blocks(own: Own, version: int, priority: int) -> Kernel:
         functools.partial(_load_blocks, library=own.forward),
         *(each for each in own.limits if "page_size" not in each.facts_named()),
         *HEADS,
-        limit.Custom("block_cols: a multiple of 16", _blocks_of_16),
+        # pages of version 2, and tiles of version 3 worth their launch
+        limit.rule("block_cols: a multiple of 16", lambda facts: facts["block_cols"] % 16 == 0),
         limit.last_stride_one("query", "key", "value"),
         limit.aligned(16, "query", "key", "value"),
         limit.contiguous("block_indptr"),
@@ -343,7 +335,7 @@ KERNELS = (
             "head_dim", min=64
         ),  # its narrowest tile: of heads of 8 and 16 it left half of a page unread (H200, 2026-11-21)
         limit.dim("value_dim", max=256, multiple=8),
-        limit.Custom(FITTING_VALUES, fitting_values),
+        FITTING_VALUES,
         layout="NHD",
         accepts=(*_ACCEPTS, "step"),
         device_guard=False,

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.paged import same_strides
+from layerzero.backends.flashinfer.paged import SAME_STRIDES
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.rotary import HEADS_DIVIDE, TABLE_IN_FLOAT32, HeadsDense, TokensInLine, table_and_places
 from layerzero.backends.vllm.library import VLLM, operators
@@ -56,7 +56,7 @@ _TOKENS: tuple[Limit, ...] = (
     limit.equal("value_dim", "head_dim"),
     limit.contiguous("value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
     limit.last_stride_one("key_cache", "value_cache"),
-    limit.Custom("key_cache and value_cache: the same strides", same_strides),
+    SAME_STRIDES,
     limit.aligned(16, "value", "key_cache", "value_cache"),  # a misaligned address otherwise
 )
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
 from layerzero.backends.shape_cache import driver_cache
 from layerzero.backends.torch.varlen import longest_or, longest_queries
-from layerzero.backends.vllm.flash_attn import FITTING_VALUES, OF_SINKS, fitting_values, with_lse_of_sinks
+from layerzero.backends.vllm.flash_attn import FITTING_VALUES, OF_SINKS, with_lse_of_sinks
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
@@ -174,7 +174,7 @@ HOPPER = (
     limit.arch(min=(9, 0), max=(9, 9)),
     limit.instruction("wgmma"),
     limit.dim("value_dim", max=256, multiple=8),
-    limit.Custom(FITTING_VALUES, fitting_values),
+    FITTING_VALUES,
 )
 AMPERE = limit.equal("value_dim", "head_dim")
 OF_SLOPES: tuple[Limit, ...] = (limit.last_stride_one("alibi_slopes"), ALIBI_WITHOUT_LSE)

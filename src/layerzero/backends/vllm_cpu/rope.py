@@ -141,16 +141,13 @@ def _vectors(facts: Facts) -> Reason | None:
     return None
 
 
-def _table(facts: Facts) -> Reason | None:
-    wanted = dict.fromkeys(("float32", dtype_name(facts["dtype"])))  # type: ignore[arg-type]  # a torch.dtype
-    if facts["table_dtype"] in wanted:
-        return None
-    return Reason(ReasonCode.DTYPE_UNSUPPORTED, "cos", " or ".join(wanted), facts["table_dtype"])
-
-
 LIMITS = (
     *IN_THREE_DTYPES,
-    limit.Custom("a table in float32 or the query's dtype", _table),
+    limit.rule(
+        "table_dtype: float32 or that of query",
+        lambda facts: facts["table_dtype"] in ("float32", dtype_name(facts["dtype"])),
+        "DTYPE_UNSUPPORTED",
+    ),
     limit.Custom("half-split, a bfloat16 table: head_dim and half % 8 == 0", _vectors),
 )
 

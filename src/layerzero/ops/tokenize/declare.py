@@ -25,10 +25,10 @@ from typing import Any
 from layerzero.core.arguments import Axis, Param, Role
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
-from layerzero.core.limit_kinds import NOTHING, Custom, Findings, Limit, violated
+from layerzero.core.limit_kinds import NOTHING, Findings, Limit, rule, violated
 from layerzero.core.operation import Case, Operation, OpKind
 from layerzero.core.plain import Plain
-from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.reasons import ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.core.system import forking
 from layerzero.core.system.disk import distrust
@@ -113,26 +113,19 @@ class TokenizerPart(Limit):
         return f"{self.fact}{where}: {', '.join(map(_short, self.values))}"
 
 
-def own_specials(text: str = "special tokens of ranks are text") -> Limit:
-    """Refuse to parse special tokens of a tiktoken encoding: the library brings its own."""
-    return Custom(text, _own_specials)
+OWN_SPECIALS = rule(
+    "parse_special: False for a tiktoken encoding",
+    lambda facts: facts["format"] != "tiktoken" or not facts["parse_special"],
+    "SPECIAL_TOKENS_MISMATCH",
+)
+"""The library brings special tokens of its own."""
 
-
-def _own_specials(facts: Facts) -> Reason | None:
-    if facts["format"] != "tiktoken" or not facts["parse_special"]:
-        return None
-    return Reason(ReasonCode.SPECIAL_TOKENS_MISMATCH, "parse_special", False, True)
-
-
-def always_added(text: str = "added tokens of a tokenizer.json are parsed") -> Limit:
-    """Refuse to take added tokens of a tokenizer.json as text: the library always parses them."""
-    return Custom(text, _always_added)
-
-
-def _always_added(facts: Facts) -> Reason | None:
-    if facts["format"] != "tokenizer.json" or facts["parse_special"] or facts["added_tokens"] == "none":
-        return None
-    return Reason(ReasonCode.ADDED_TOKENS_MISMATCH, "added_tokens", "none where they are text", facts["added_tokens"])
+ALWAYS_ADDED = rule(
+    "added_tokens: none where they are text",
+    lambda facts: facts["format"] != "tokenizer.json" or facts["parse_special"] or facts["added_tokens"] == "none",
+    "ADDED_TOKENS_MISMATCH",
+)
+"""The library always parses added tokens of a tokenizer.json."""
 
 
 def _short(value: str) -> str:
