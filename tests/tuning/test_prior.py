@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import NEARLY, costs
 from layerzero.engine.registry import REGISTRY
+from layerzero.testing.generate import random_call
 from layerzero.tuning.measurement.tune import asked_jobs
 from layerzero.tuning.storage import archive, environment, prior
 from layerzero.tuning.storage.prior import FOLDER, Priors
@@ -120,6 +122,18 @@ def test_sizes_between_those_of_the_table_are_predicted_with_less_confidence(fir
 )
 def test_other_calls_get_nothing(facts, first_table):
     assert asked(facts()) == {}
+
+
+def test_what_is_lacking_has_no_neighbour():
+    """A miss asks that first, by bounds that are kept by kind; what is not lacking may still have no time."""
+    found = Counter()
+    for number in range(400):
+        call, device = random_call(11, number), (Device.named("H100"), Device.detect("cpu"))[number % 2]
+        facts = lz.explain(call.function, device=device, **call.arguments).facts
+        near = prior.priors_of(device)._neighbours(told_apart(dict(work_of(facts).facts)), graph=False)
+        found[prior.priors_of(device).lack(facts), bool(near)] += 1
+    assert found[True, True] == 0 < found[True, False]
+    assert found[False, True] > found[False, False]
 
 
 @pytest.mark.parametrize(("facts", "worth"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -122,40 +123,51 @@ def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
     Factors, epsilons and promised bounds count as given or not. Of memory, what sizes do not say: dtypes that differ
     from the first tensor's, how dense each tensor is, how optional ones broadcast, and how its rows are aligned.
     """
-    memory = " ".join(_memory(facts))
-    ignored = _NO_WORK | facts.operation.schema.idle
-    bounds = facts.operation.schema.bounds  # what follows from one is a size of its own, as context_bound is
+    if not facts.work:
+        facts.work = _call_work(facts)
+    return facts.work
+
+
+def _call_work(facts: Facts) -> tuple[tuple[str, str], ...]:
+    schema = facts.operation.schema
+    read = {name: each for name, each in facts.tensors.items() if name not in schema.one_by_one}
+    rows = [each.row_alignment_bytes for each in read.values() if each.dtype not in INDEX]
+    idle, bounds = schema.idle, schema.bounds  # what follows from a bound is a size of its own, as context_bound is
     named = [
-        (name, "given" if name in bounds and value is not None else value if type(value) is str else _amount(value))
+        (name, value if type(value) is str and name not in bounds else _amount(value, bound=name in bounds))
         for name, value in facts.items()
-        if name not in ignored and (name not in STATE_FACTS or value != STATE_FACTS[name].neutral)
+        if name not in _NO_WORK and name not in idle and (name not in STATE_FACTS or value != STATE_FACTS[name].neutral)
     ]
     named += [("layout", str(facts.layout)), ("device_name", facts.device.name)]
-    lone = facts.operation.schema.one_by_one
-    data = [each for name, each in facts.tensors.items() if each.dtype not in INDEX and name not in lone]
-    rows = min((each.row_alignment_bytes for each in data), default=MAX_ALIGNMENT_BYTES)
-    return tuple(sorted([*named, ("memory", memory), ("row_alignment", str(rows))]))
+    named += [
+        ("memory", " ".join(_memory(read, facts))),
+        ("row_alignment", str(min(rows, default=MAX_ALIGNMENT_BYTES))),
+    ]
+    named.sort()
+    return tuple(named)
 
 
 _WRITTEN = frozenset({int, bool, str, type(None)})
 """Types of facts that are their own text."""
 
 
-def _amount(value: object) -> str:
+def _amount(value: object, *, bound: bool = False) -> str:
+    if bound and value is not None:
+        return "given"
+    if type(value) in _WRITTEN:
+        return str(value)
     if type(value) is float:
         return "0" if value == 0 else "set"
-    return str(value) if type(value) in _WRITTEN else str(plain(value))
+    return str(plain(value))
 
 
-def _memory(facts: Facts) -> list[str]:
+def _memory(read: Mapping[str, TensorFacts], facts: Facts) -> list[str]:
     """What is unusual about each tensor; nothing about one that is dense and of the call's dtype."""
-    optional = {schema.name for schema in facts.operation.schema.optional}
+    optional, dtype = [schema.name for schema in facts.operation.schema.optional], facts["dtype"]
     found = []
-    for name, tensor in facts.tensors.items():
-        if name in facts.operation.schema.one_by_one:
-            continue
+    for name, tensor in read.items():
         words = []
-        if tensor.dtype != facts["dtype"]:
+        if tensor.dtype is not dtype:
             words.append(dtype_name(tensor.dtype))
         if name in optional:
             words.append("x".join("1" if size == 1 else "n" for size in tensor.shape))

@@ -160,9 +160,13 @@ class Facts(Mapping[str, object]):
         layout: layout of the tensors that have one, as the caller sees it.
         tensors: facts of each tensor that the call brought. The tensors themselves are not kept: plans live long.
         class_name: the name of its class, empty until it is needed.
+        result_bytes: how large its results are, None until it is needed.
+        work: what changes how long it takes (:func:`layerzero.core.evidence.call_work`), empty until it is needed.
     """
 
-    __slots__ = ("_in_layouts", "_values", "class_name", "device", "layout", "operation", "tensors")
+    __slots__ = (
+        *("_in_layouts", "_values", "class_name", "device", "layout", "operation", "result_bytes", "tensors", "work"),
+    )
 
     def __init__(
         self,
@@ -179,6 +183,8 @@ class Facts(Mapping[str, object]):
         self._values = values
         self._in_layouts: dict[str, Facts] = {}
         self.class_name = ""
+        self.result_bytes: int | None = None
+        self.work: tuple[tuple[str, str], ...] = ()
 
     def __getitem__(self, name: str) -> object:
         try:

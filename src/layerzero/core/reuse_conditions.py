@@ -136,9 +136,10 @@ class SizedCall:
 
     def kernel_axes(self, tensor: str) -> tuple[int, ...]:
         """The caller's axes of a tensor in the order in which the kernel sees them."""
-        count, theirs, mine = self.facts.tensors[tensor].ndim, self.facts.layout, self.layout
-        schema = next(each for each in self.facts.operation.schema.inputs if each.name == tensor)
-        if not schema.has_layout or theirs is None or mine is None or mine == theirs:
+        count, theirs, mine = len(self.facts.tensors[tensor].shape), self.facts.layout, self.layout
+        if theirs is None or mine is None or mine == theirs:
+            return tuple(range(count))
+        if not self.facts.operation.schema.tensor(tensor).has_layout:
             return tuple(range(count))
         return arguments.permutation(theirs, mine, count)
 
@@ -148,8 +149,9 @@ class SizedCall:
 
     def dense(self, tensor: str) -> Iterable[Condition]:
         """The condition under which a tensor is contiguous as the kernel sees it."""
-        if self.kernel_axes(tensor):
-            yield DENSE, self._rows(tensor), ()
+        rows = self._rows(tensor)
+        if rows:
+            yield DENSE, rows, ()
 
     def loose(self, tensor: str) -> Condition:
         """The condition under which a tensor is not contiguous as the kernel sees it."""
@@ -157,9 +159,9 @@ class SizedCall:
 
     def _rows(self, tensor: str) -> tuple[int, ...]:
         """A tensor's sizes and then its strides, as the kernel sees it."""
-        axes = self.kernel_axes(tensor)
-        sizes = [self.operand(tensor, axis) for axis in axes]
-        return (*sizes, *(self.operand(tensor, axis, stride=True) for axis in axes))
+        first = self.operand(tensor, 0)
+        sizes = [first | axis << 1 for axis in self.kernel_axes(tensor)]
+        return (*sizes, *[size | 1 for size in sizes])
 
     def largest(self) -> Facts:
         """Facts of which every size and shape is at least that of any call of the class."""
@@ -217,6 +219,8 @@ def strides_read(reads: Iterable[str], call: SizedCall) -> Iterable[Condition]:
 def orders(call: SizedCall, *, timed: bool) -> Iterable[Condition]:
     """The conditions under which the data lies as it does: dense in the caller's order, in a layout's, or in none.
 
+    ``call`` is in the caller's layout.
+
     Times are kept apart by that (:func:`layerzero.core.evidence.call_work`), and the coarse key holds it for vectors
     alone. What is dense in no order is one class, as the views of a cache that grows are: a kernel that refuses such
     memory may be the best one for dense memory, with or without times.
@@ -226,7 +230,9 @@ def orders(call: SizedCall, *, timed: bool) -> Iterable[Condition]:
     for name, tensor in call.facts.tensors.items():
         if tensor.dtype in INDEX or name in schema.one_by_one or sum([size > 1 for size in tensor.shape]) < 2:
             continue
-        if tensor.contiguous and not timed:
+        if tensor.contiguous:
+            if timed:
+                yield from call.dense(name)
             continue
         seen = seen or [replace(call, layout=layout) for layout in (None, *schema.layouts)]
         lying = next((each for each in seen if each.is_dense(name)), None)

@@ -134,6 +134,12 @@ def _of_reading(reading: Reading, facts: Facts, policy: Policy) -> Room:
 
 def result_bytes(facts: Facts) -> int:
     """Bytes of a call's results, as far as the sizes of its tensors tell."""
+    if facts.result_bytes is None:
+        facts.result_bytes = _result_bytes(facts)
+    return facts.result_bytes
+
+
+def _result_bytes(facts: Facts) -> int:
     schema, found = facts.operation.schema, 0
     for output in schema.results(facts):
         axes = output.axes_in(facts.layout, schema.canonical)

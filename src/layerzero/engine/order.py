@@ -353,7 +353,7 @@ def _ordered(scored: Sequence[Candidate], call: _Call) -> list[Candidate]:
     for score, name, each in scores:
         behind = top - score
         noise = best_noise if each.evidence is None else max(best_noise, each.evidence.cost_noise)
-        kept = sum([term.points for term in each.terms if term.name == "stock" and term.points > 0.0])
+        kept = sum([term.points for term in each.terms if term.name == "stock"]) if name == call.stock else 0.0
         tied = behind <= 0.0 or behind + kept <= call.confidence * POINTS_PER_DOUBLING * math.log2(1.0 + noise)
         places.append((0.0 if tied else behind, name not in call.first, -call.priority[name], name, each))
     places.sort()

@@ -30,10 +30,11 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.known_devices import KNOWN_DEVICES
 from layerzero.core.ledger import Libraries
 from layerzero.engine import probe
+from layerzero.engine.judgements import EpochValues
 from layerzero.tuning.prediction.fitting import fit
 from layerzero.tuning.prediction.predict import Model, Point, meaning_of, predict, waits
 from layerzero.tuning.storage.rows import axes_of, is_plain, work_of
-from layerzero.tuning.storage.tables import Family, Table, read_table, slug, told_apart
+from layerzero.tuning.storage.tables import UNUSUAL, Family, Table, read_table, slug, told_apart
 
 FOLDER = Path(__file__).parents[1] / "priors"
 
@@ -98,6 +99,7 @@ class Priors:
         self._families: dict[tuple[frozenset[tuple[str, str]], bool], tuple[Table, Family]] = {}
         self._nearest: dict[tuple[frozenset[tuple[str, str]], bool], list[tuple[float, Table, Family]]] = {}
         self._learnt: dict[int, Learnt] = {}
+        self._bounds: EpochValues[list[list[tuple[str, float, float]]]] = EpochValues()
         own = [each for each in self._read(folder.glob(f"{slug(device.name)}*.json")) if each.device == device.name]
         own = [each for each in own if (each.threads, each.capability) == (self._threads, capability)]
         self._own = {id(each) for each in own}
@@ -130,14 +132,16 @@ class Priors:
         near = self._nearest.get(key)
         if near is None:
             near = self._nearest[key] = self._neighbours(*key)
+        sizes: dict[str, int] = {}
         for worth, table, family in near:
+            sizes = sizes or work.sizes
             learnt = self._learnt.get(id(family))
             if learnt is None:
                 learnt = self._learnt[id(family)] = Learnt(family)
             found = {}
             for kernel in kernels:
                 if kernel.id in learnt.exact and _same_major(kernel, table, facts.device, libraries):
-                    evidence = learnt.evidence(kernel.id, work.sizes, table.resolution_us, worth)
+                    evidence = learnt.evidence(kernel.id, sizes, table.resolution_us, worth)
                     if evidence is not None and key[1] and family.graph is False:
                         evidence = _of_device(evidence)
                     if evidence is not None:
@@ -145,6 +149,34 @@ class Priors:
             if found:
                 return found
         return {}
+
+    def lack(self, facts: Facts) -> bool:
+        """Whether nothing is known of such calls, however their tensors lie; asked at every miss."""
+        if not self._families:
+            return True
+        kind = facts.operation.name, facts.sizeless()
+        for bounds in self._bounds.get(kind, lambda: self._bounds_of(facts)):
+            for name, least, most in bounds:
+                if not least <= facts[name] <= most:  # type: ignore[operator]  # a size
+                    break
+            else:
+                return False
+        return True
+
+    def _bounds_of(self, facts: Facts) -> list[list[tuple[str, float, float]]]:
+        """Between which sizes a call that is like this one in all else is a neighbour of each family."""
+        told = dict(told_apart(dict(work_of(facts).facts)))
+        told.pop(UNUSUAL, None)
+        sizes = [name for name, text in told.items() if text.isdigit() and type(facts[name]) is int]
+        found = []
+        for family, _ in self._families:
+            other = {name: value for name, value in family if name != UNUSUAL}
+            if other.keys() == told.keys() and all(other[name].isdigit() for name in sizes):
+                theirs = {name: int(other[name]) for name in sizes}
+                if _apart({**told, **{name: other[name] for name in sizes}}, other) <= MAX_APART:
+                    bounds = [(name, size / 2**MAX_APART, size * 2 ** (MAX_APART / 2)) for name, size in theirs.items()]
+                    found.append(bounds)
+        return found
 
     def _nearest_cpu(self, folder: Path, device: Device, own: tuple[str, int, str]) -> list[Path]:
         """The files of the nearest other CPU with this one's unit for products, by what they begin with."""

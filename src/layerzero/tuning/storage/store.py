@@ -329,8 +329,8 @@ class StoreLedger(Ledger):
         return self.times.evidence(kernels, facts, libraries)
 
     def untimed(self, facts: Facts) -> bool:
-        """Whether no time was written, and none ships for this device."""
-        return self.times.is_absent() and not priors_of(facts.device)
+        """Whether no time was written, and none ships for such calls on this device."""
+        return self.times.is_absent() and priors_of(facts.device).lack(facts)
 
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
         """Keep a time for this and every later process."""

@@ -26,7 +26,7 @@ KIND = "layerzero priors"
 LOOSE = frozenset({"layout", "memory", "row_alignment", "device_name", "platform", "sm"})
 """Facts that a table does not distinguish, besides those that sizes imply; of memory, what is dense and what counts."""
 
-_MEMORY = "unusual_memory"
+UNUSUAL = "unusual_memory"
 """The fact that says what is unusual about the tensors of a family; absent where nothing is."""
 
 
@@ -37,7 +37,7 @@ def told_apart(facts: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     memory = unusual(facts.get("memory", ""))
     return frozenset(
         (name, value)
-        for name, value in [*facts.items(), *([(_MEMORY, memory)] if memory else [])]
+        for name, value in [*facts.items(), *([(UNUSUAL, memory)] if memory else [])]
         if name not in left_out and not (name in scaling and value.isdigit())
     )
 
