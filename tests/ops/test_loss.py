@@ -206,6 +206,7 @@ REFUSED = [
     ({"logits": torch.randn(2, 3, 5)}, r"logits: wanted \(rows, classes\): logits.flatten\(0, -2\)"),
     ({"logits": torch.randn(3, 0)}, "logits: wanted a class at least"),
     ({"softcap": 0.0}, "softcap: wanted a finite number above 0 or None, got 0.0"),
+    ({"target": torch.tensor([1, 5, -100])}, "target: wanted 0 to 4, or -100 for a row that is ignored, got 5"),
     ({"label_smoothing": 1.5}, "label_smoothing: wanted 0 to 1, got 1.5"),
 ]
 

@@ -22,6 +22,7 @@ from layerzero.core.arguments import Axis, Param, told
 from layerzero.core.dtypes import INDEX
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Tolerance, Work
+from layerzero.core.values import Check
 from layerzero.ops.declaration import NDIM, cases, function, operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear.declare import OUT_DTYPE, deviation
@@ -221,6 +222,14 @@ def _linear_examples(
     return _target(case, dtype, device, generator) | {"weight": weight.to(device, dtype)}
 
 
+def _check_values(target: Tensor, ignore_index: int = IGNORED, **of: Any) -> list[Check]:
+    """Each class is one of the logits', or the ignored one."""
+    classes = of["weight"].shape[0] if "hidden" in of else of["logits"].shape[-1]
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    said = f"target: wanted 0 to {classes - 1}, or {ignore_index} for a row that is ignored, got"
+    return [Check(wrong, target.unsqueeze(-1), lambda _, got: f"{said} {got[0]}")]
+
+
 def _operation(summary: str, reference: Callable[..., Tensor], *, linear: bool, rows: bool) -> Operation:
     columns = "rows vocab features" if linear else "rows vocab"
     sizes = {"small": (33, 96, 64), "llama2_t2048": (2048, 32000, 2048), "llama3_t1024": (1024, 128256, 2048)}
@@ -251,12 +260,8 @@ def _operation(summary: str, reference: Callable[..., Tensor], *, linear: bool, 
 
     brought: tuple[Any, ...] = ("logits: ... vocab", tensor("target: ...", INDEX, same_dtype=False))
     if linear:
-        brought = (
-            "hidden: ... features",
-            tensor("weight: vocab features", resident=True),
-            brought[1],
-            tensor("bias: vocab", required=False),
-        )
+        weight = tensor("weight: vocab features", resident=True)
+        brought = "hidden: ... features", weight, brought[1], tensor("bias: vocab", required=False)
     of_classes = tensor(f"{'class_weight' if linear else 'weight'}: vocab", required=False)
     axes = (
         Axis("rows", scales=True, live=True, apart=rows, leading=True),
@@ -279,6 +284,7 @@ def _operation(summary: str, reference: Callable[..., Tensor], *, linear: bool, 
         tolerance_reason=TOLERANCE_REASON,
         fake=fake,
         fixed={"reduction": "none"} if rows else {},
+        check_values=_check_values,
         examples=_linear_examples if linear else _target,
         work=work,
         scratch=lambda sizes: 3 * sizes["rows"] * sizes["vocab"],
@@ -294,14 +300,13 @@ CROSS_ENTROPY, CROSS_ENTROPY_ROWS, LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_RO
 )
 
 
+_NO_CLASSES = "target: wanted classes (int32 or int64), got probabilities; torch.nn.functional.cross_entropy has them"
+
+
 def _choose(name: str, reduced: Operation, by_row: Operation) -> Callable[[dict[str, Any]], Operation]:
     def choose(arguments: dict[str, Any]) -> Operation:
         target, reduction = arguments["target"], arguments["reduction"]
-        problems = []
-        if isinstance(target, Tensor) and target.is_floating_point():
-            problems.append(
-                "target: wanted classes (int32 or int64), got probabilities; torch.nn.functional.cross_entropy has them"
-            )
+        problems = [_NO_CLASSES] * (isinstance(target, Tensor) and target.is_floating_point())
         if reduction not in REDUCTIONS:
             problems.append(f"reduction: wanted {', '.join(REDUCTIONS)}, got {told(reduction)}")
         refuse(name, problems)
