@@ -15,16 +15,22 @@ from layerzero.integrations.optimize.models.compilers import Compiler
 CLOCK = Clock()
 
 
+def second() -> None:
+    """Let one pass."""
+    CLOCK.now += 1.0
+
+
 class Model(nn.Module):
     """A model that takes a second a call on the test's clock, whatever it is called with."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.scale = nn.Linear(8, 8), 1.0
+        self.register_buffer("shift", torch.ones(16))
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, twice: bool = False) -> dict[str, Any]:
-        CLOCK.now += 1.0
-        rows = torch.sin(self.inner(x)) * self.scale
+        second()  # not here: code that changes what it reads keeps its own forward
+        rows = torch.sin(self.inner(x) + self.shift[:8]) * self.scale
         rows = rows if mask is None else rows * mask[..., None]
         return {"rows": rows * 2 if twice else rows, "none": None, "sum": rows.sum(-1)}
 

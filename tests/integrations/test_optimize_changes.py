@@ -7,7 +7,7 @@ import functools
 import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,14 +29,17 @@ from layerzero.ops.linear.glance import LOOKS
 
 Change = Callable[[nn.Module, ExitStack], Any]
 
+FACTOR = 1.0
+
 
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.eps, self.sizes = nn.Parameter(torch.rand(16) + 0.5), 1e-5, [16]
+        self.settings = SimpleNamespace(inner=SimpleNamespace(factors=[1.0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scaled(x) * self.weight * len(self.sizes)
+        return self.scaled(x) * self.weight * len(self.sizes) * self.settings.inner.factors[0] * FACTOR
 
     def scaled(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
@@ -114,6 +117,10 @@ def patched(name: str) -> Change:
     return change
 
 
+def patched_number(_: nn.Module, until: ExitStack) -> None:
+    until.enter_context(mock.patch.dict(globals(), FACTOR=2.0))
+
+
 def own_forward(module: nn.Module, _: ExitStack) -> None:
     vars(module)["forward"] = MethodType(lambda self, x: 3 * type(self).forward(self, x), module)
 
@@ -151,6 +158,8 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "eps of a norm": ("0", set_to("eps", 1.0)),
     "eps of torch's norm": ("3", set_to("eps", 1.0)),
     "a list of a norm": ("0", lambda module, _: module.sizes.append(16)),  # type: ignore[operator]
+    "a setting": ("0", lambda module, _: module.settings.inner.factors.__setitem__(0, 2.0)),  # type: ignore[union-attr]
+    "a number of the file": ("0", patched_number),
     "a method on the instance": ("0", set_to("scaled", torch.sin)),
     "approximate": ("1.act", set_to("approximate", "tanh")),
     "an activation": ("2.0", set_to("intermediate_act_fn", functional.relu)),

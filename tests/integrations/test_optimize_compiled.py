@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_models import CLOCK, Library, Model
+from compiled_models import CLOCK, Library, Model, second
 from torch import Tensor, nn
 
 import layerzero as lz
@@ -100,7 +100,7 @@ class Block(nn.Module):
         self.register_buffer("unused", torch.zeros(1000))
 
     def forward(self, x: Tensor) -> Tensor:
-        CLOCK.now += 1.0
+        second()
         return self.down(self.act(self.up(x)))
 
 
@@ -157,6 +157,36 @@ def test_what_gives_other_values_is_left_with_the_reason(monkeypatch: pytest.Mon
     assert "forward" not in vars(model)
 
 
+class Writing(Model):
+    """Does more than it returns."""
+
+    does: Callable[[Any, Tensor], Any]
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        second()
+        self.does(x)
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        (lambda _, x: x.clamp_(-9, 9), "it writes into its input"),
+        (lambda model, x: model.shift.add_(x.mean()), "it writes into its input, its buffers"),
+        (lambda model, x: setattr(model, "last", x), "its buffers or its attributes"),
+        (lambda _, x: float(x.max()) > 1e9, "its code reads numbers"),
+    ],
+    ids=["input", "buffer", "attribute", "branch"],
+)
+def test_a_model_that_does_more_than_it_returns_is_left(monkeypatch: pytest.MonkeyPatch, does: Any, why: str) -> None:
+    monkeypatch.setattr(Writing, "does", does, raising=False)
+    monkeypatch.setattr(compiled_calls, "COMPILERS", (Library(0.1).compiler,))
+    model = Writing().eval()
+    report = lz.optimize(model, torch.randn(2, 3, 8), isolate=False)
+    assert why in told(report)
+    assert not model.shift.requires_grad
+
+
 def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     model, report = optimized(monkeypatch, Library(1.5))
     assert kinds(report) == set()
@@ -184,6 +214,7 @@ def test_limits_and_settings_leave_it_out(monkeypatch: pytest.MonkeyPatch) -> No
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "in place": lambda model: model.inner.weight.mul_(0.5),
     "by data": lambda model: model.inner.weight.data.mul_(0.5),
+    "buffer by data": lambda model: model.shift.data.mul_(0.5),
     "loaded": lambda model: model.load_state_dict(Model().state_dict()),
     "exchanged": lambda model: setattr(model.inner, "weight", nn.Parameter(torch.randn(8, 8))),
     "to": lambda model: model.to(torch.float64).to(torch.float32),

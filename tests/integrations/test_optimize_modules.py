@@ -15,6 +15,7 @@ from torch.nn import functional
 import layerzero as lz
 from layerzero.integrations.optimize.modules.norms import norm
 from layerzero.integrations.optimize.modules.products import Block, activation_named, block
+from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
 from layerzero.integrations.optimize.times.report import Optimized, Replaced
 
 
@@ -52,6 +53,19 @@ def test_norms_are_told_by_their_values(kind: str, calls: str, dtype: torch.dtyp
         lz.optimize(module)
         torch.testing.assert_close(module(x), expected)
         assert torch.equal(module[0](x, gate=other), gated)  # more than one tensor is the module's own business
+
+
+def test_torchs_norm_without_eps_agrees_on_small_rows() -> None:
+    """Torch takes float32's for half precision, whose own is 65,000 times as large."""
+    module = nn.RMSNorm(16).bfloat16().eval()
+    found = norm(module)
+    assert isinstance(found, Candidate)
+    assert compared(found) == ""
+    rows = (torch.randn(3, 16) * 1e-4).bfloat16()
+    with torch.no_grad():
+        expected = module(rows)
+        found.swap.on()
+        torch.testing.assert_close(module(rows), expected)
 
 
 def test_a_norm_that_only_looks_like_one_is_left() -> None:

@@ -136,7 +136,7 @@ class Compiled(State):
         self.copy_bytes = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
         weights = [weight for _, _, weight, *_ in self._holders if weight is not None]
         self._others = [each for each in weights if not is_dense(each)]
-        self._glances = Glances(weights)
+        self._glances = Glances([*weights, *module.buffers()])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         """A copy has weights of its own, for which nothing was compiled."""

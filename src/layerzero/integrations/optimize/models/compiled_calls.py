@@ -18,7 +18,17 @@ from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.models import compiled
 from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
-from layerzero.integrations.optimize.swaps.candidate import agrees, distance, outermost, quiet, refusal, watching
+from layerzero.integrations.optimize.swaps.candidate import (
+    READS,
+    Reads,
+    agrees,
+    distance,
+    outermost,
+    quiet,
+    refusal,
+    watching,
+)
+from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import Left, Optimized, Replaced, Timed, switch_all
 from layerzero.integrations.optimize.times.timing import LEAST, agree, gain, in_fastest, race
@@ -167,8 +177,7 @@ def _engine(
     call: Call, module: Module, compiler: Compiler, passed: Callable[[], bool] = lambda: False
 ) -> compiled.Engine | str:
     """A compiled call that gives stock's values, on its own tensors and on others of their kinds; or why not."""
-    shared = {id(each): each for each in (*module.parameters(), *module.buffers())}
-    twin = copy.deepcopy(module, dict(shared)).eval()
+    twin = copy.deepcopy(module, {id(each): each for each in module.parameters()}).eval()
     names = [*range(len(call.others)), *call.named]
     values = [*call.others, *call.named.values()]
     places = [number for number, each in enumerate(values) if type(each) is Tensor]
@@ -188,12 +197,19 @@ def _engine(
 
     tensors = [values[place] for place in places]
     with quiet(twin), torch.inference_mode(call.inference):
-        flat = Flat(twin, rebuild, _tensors_of).eval()
-        run = compiler.compile(flat, tensors)
+        with torch.inference_mode(False):  # whose writes are counted
+            stamp, written = Stamp(twin), [each.clone() for each in tensors]
+        others, named = rebuild(written)
+        embeddings, reads = [each for each in twin.modules() if isinstance(each, Embedding)], Reads()  # type: ignore[no-untyped-call]
+        with watching(embeddings, before=keep), reads:
+            leaves, spec = pytree.tree_flatten(twin(*others, **named))
+        if any(each._version for each in written) or not stamp.last.same:
+            return "it writes into its input, its buffers or its attributes"
+        if reads.seen and all(each.is_floating_point() for each in tensors):  # masks are tried below
+            return READS
+        run = compiler.compile(Flat(twin, rebuild, _tensors_of).eval(), tensors)
         if isinstance(run, str):
             return run
-        with watching([each for each in twin.modules() if isinstance(each, Embedding)], before=keep):
-            leaves, spec = pytree.tree_flatten(twin(*call.others, **call.named))
         kept = tuple(compiled.TENSOR if isinstance(each, Tensor) else each for each in leaves)
         worst, found = 0.0, leaves
         for given in (tensors, *_others(tensors)):
@@ -218,7 +234,7 @@ def _engine(
                 if one.dtype != two.dtype or not agrees(error, two.dtype):
                     return f"it was off by {error:.2g} of the largest value"
                 worst = max(worst, error)
-    bounds = tuple(_bound(each, tables.get(each.data_ptr())) for each in tensors)
+    bounds = tuple(_bound(each, tables.get(other.data_ptr())) for each, other in zip(tensors, written, strict=True))
     return compiled.Engine(run, kept, spec, compiler.text, worst, compiler.name, bounds)
 
 
@@ -355,5 +371,6 @@ def _best(call: Call, module: Module, report: Optimized, rounds: int) -> compile
     pairs = list(zip(times[-1], times[best], strict=True))
     faster = [one / other - 1 >= LEAST for one, other in pairs]
     if gain(pairs) < LEAST or not agree(faster, 2.0):
-        return f"it takes {1 / (1 + gain(pairs)):.2f} of the time on this call's shapes"
+        sure = "" if gain(pairs) < LEAST else f", of which {len(pairs)} rounds are not sure"
+        return f"it takes {1 / (1 + gain(pairs)):.2f} of the time on this call's shapes{sure}"
     return call.engines[best]

@@ -55,14 +55,18 @@ class Norm(State):
         return weight, bias
 
     def eps_for(self, input: Tensor) -> float:
-        """Torch's norm without one takes the smallest step from 1."""
-        return torch.finfo(input.dtype).eps if self.eps is None else self.eps
+        """Torch's norm without one takes the smallest step from 1 of the dtype that it computes in."""
+        return _step_of(input.dtype) if self.eps is None else self.eps
 
     def compute(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The norm of an input. Raises: InvalidCallError for one of another kind than it was made for."""
         if self.form == "layer":
             return lz.layer_norm(input, weight.shape, weight, bias, self.eps_for(input))
         return lz.rms_norm(input, weight, self.eps_for(input))
+
+
+def _step_of(dtype: torch.dtype) -> float:
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 class OneAndWeight:
@@ -135,7 +139,7 @@ def norm(module: Module) -> Candidate | str | None:
     form, eps, why = _form_of(module, has_bias="bias" in parameters)
     if form is None:
         return why or None
-    number = torch.finfo(weight.dtype).eps if eps is None else eps
+    number = _step_of(weight.dtype) if eps is None else eps
     kinds: dict[str, tuple[type[Norm], str, str, tuple[Any, ...]]] = {
         "rms": (Norm, "lz.rms_norm", "rms_norm", (example, weight)),
         "one_plus": (OnePlus, "lz.rms_norm by 1 + weight", "rms_norm", (example.float(), weight.detach().float())),
@@ -169,7 +173,7 @@ def _form_of(module: Module, *, has_bias: bool) -> tuple[str | None, float | Non
         return None, None, ""
     weight, bias = weight_of(twin), twin._parameters.get("bias")
     for eps in _eps_of(twin):
-        number = torch.finfo(torch.float32).eps if eps is None else eps
+        number = _step_of(torch.float32) if eps is None else eps
         formulas: dict[str, Tensor] = {"layer": functional.layer_norm(rows, (size,), weight, bias, number)}
         if not has_bias:
             formulas["rms"] = functional.rms_norm(rows, (size,), weight, number)

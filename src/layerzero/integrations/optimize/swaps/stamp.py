@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_
-from types import CodeType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ class Stamp:
         self._modules = modules
         self._facts = self._facts_now()
         self._classes = {cls: of_class(cls) for cls in dict.fromkeys(map(type, modules))}
-        self._names = [(owner, name, _space(owner)[name]) for owner, name in _names_of(modules)]
+        self._names = [(space, name, _frozen(space[name])) for space, name in _names_of(modules)]
         self._last: Last | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stamp:
@@ -137,7 +137,7 @@ class Stamp:
     def _is_same(self) -> bool:
         if any(not all(map(is_, of_class(cls), facts)) for cls, facts in self._classes.items()):
             return False
-        if any(not _same(_space(owner).get(name), value) for owner, name, value in self._names):
+        if any(not _same(_frozen(space.get(name)), value) for space, name, value in self._names):
             return False
         if self._whole and not all(map(_has_its_forward, self._modules[1:])):
             return False
@@ -155,7 +155,7 @@ class Stamp:
         hooked = self._modules[1:] if self._whole else self._modules
         dicts: list[dict[Any, Any]] = [*_GLOBAL_HOOKS, *(made for each in hooked for made in _hooks_of(each))]
         lists: list[list[Any]] = []
-        places = [(_space(owner), name) for owner, name, _ in self._names]
+        places = [(space, name) for space, name, _ in self._names]
         for each in self._modules:
             dicts += [each.__dict__, each._modules]
             dicts += [each._buffers] if each._buffers else []
@@ -163,6 +163,8 @@ class Stamp:
             for name, value in each.__dict__.items():
                 if name not in _TORCHS:
                     _gather(value, dicts, lists)
+        for space, name in places:
+            _gather(space.get(name), dicts, lists)
         return (
             tuple(part for each in self._modules for part in (each, type(each))),
             versions,
@@ -278,28 +280,21 @@ def _gather(value: Any, dicts: list[Any], lists: list[list[Any]], depth: int = 0
             _gather(each, dicts, lists, depth + 1)
 
 
-def _space(owner: Any) -> dict[str, Any]:
-    """The names of a file, or of a configuration."""
-    found: dict[str, Any] = owner if type(owner) is dict else owner.__dict__
-    return found
-
-
 def _names_of(modules: list[Module]) -> Iterator[tuple[Any, str]]:
-    """What the modules' code names outside of them: functions of its file and of torch, and settings."""
+    """What the modules' code names outside of them: functions and numbers of its file and of torch, and settings."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}
     for cls in dict.fromkeys(map(type, modules)):
-        for space, name in _named_by(cls):
+        for space, name in _named_in(*code_of(cls)):
             found[id(space), name] = space, name
     for module in modules:
-        config = module.__dict__.get("config")
-        for name in code_of(type(module))[0] & getattr(config, "__dict__", {}).keys():
+        names = code_of(type(module))[0]
+        for space, name in _named_in(names, [vars(each) for each in vars(module).values() if _is_object(each)]):
             if not name.startswith("_attn_implementation"):  # which is read by itself
-                found[id(config), name] = config, name
+                found[id(space), name] = space, name
     yield from found.values()
 
 
-def _named_by(cls: type) -> Iterator[tuple[dict[str, Any], str]]:
-    names, spaces = code_of(cls)
+def _named_in(names: set[str], spaces: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
     waiting, done = list(spaces), set[int]()
     while waiting:
         space = waiting.pop()
@@ -308,11 +303,18 @@ def _named_by(cls: type) -> Iterator[tuple[dict[str, Any], str]]:
         done.add(id(space))
         for name in names & space.keys():
             value = space[name]
-            if isinstance(value, ModuleType) and value.__name__.startswith("torch"):
+            torchs = isinstance(value, ModuleType) and value.__name__.startswith("torch")
+            if torchs or _is_object(value):
                 waiting.append(vars(value))
+            if torchs or not isinstance(value, (type, ModuleType, torch.dtype)):
                 yield space, name
-            elif callable(value) and not isinstance(value, type):
-                yield space, name
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it only holds attributes, as a configuration does."""
+    return type(getattr(value, "__dict__", None)) is dict and not isinstance(
+        value, (type, Module, Tensor, ModuleType, FunctionType)
+    )
 
 
 def code_of(cls: Any) -> tuple[set[str], list[dict[str, Any]]]:
