@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,27 +246,18 @@ def declare(function: Function, ways: dict[str, Callable[..., Any]]) -> Any:
         apart = sum(1 << tensors.index(other) for other in others if other not in shared)
         mutated.append((tensors.index(name), apart, sum(1 << tensors.index(other) for other in shared)))
     try:
-        return _owned(function, described, mutated, ways)
+        return Owner(
+            name=function.name,
+            doc=_doc(function),
+            parameters=tuple(described),
+            positional=sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in function.parameters),
+            mutated=tuple(mutated),
+            asked=_asked(function),
+            **ways,
+        )
     except ValueError as error:  # more tensors or parameters than C has room for: Python serves this function
         log.debug("%s has no C path: %s", function.name, error)
         return None
-
-
-def _owned(
-    function: Function,
-    described: Sequence[tuple[object, ...]],
-    mutated: Sequence[tuple[int, int, int]],
-    ways: Mapping[str, Callable[..., Any]],
-) -> Any:
-    return Owner(
-        name=function.name,
-        doc=_doc(function),
-        parameters=tuple(described),
-        positional=sum(each.kind is not inspect.Parameter.KEYWORD_ONLY for each in function.parameters),
-        mutated=tuple(mutated),
-        asked=_asked(function),
-        **ways,
-    )
 
 
 def _asked(function: Function) -> tuple[tuple[object, ...], ...]:

@@ -40,7 +40,7 @@ bfloat16 and two ranks (torch 2.11, 2026-11-27). Library: flashinfer-python 0.7.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -161,10 +161,6 @@ def _activation(facts: Facts) -> str:
     return "gelu_tanh" if facts["approximate"] == "tanh" else "gelu"
 
 
-def _module_activation(facts: Facts) -> Hashable:
-    return facts.device.sm, _activation(facts)
-
-
 @functools.cache
 def _function(activation: str) -> Callable[..., None]:
     from flashinfer.jit import gen_act_and_mul_module
@@ -254,7 +250,7 @@ KERNELS = (
             limit.dim("joined", multiple=8),  # no copy aligns rows of other lengths
             accepts=accepts,
             deterministic=True,
-            build_key=_module_activation,
+            build_key=lambda facts: (facts.device.sm, _activation(facts)),
             prebuilt=lambda facts: is_built(f"{_activation(facts)}_and_mul", facts),
             device_guard=False,
             priority=90,

@@ -24,22 +24,8 @@ from torch import Tensor
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.sampling import formulas
 from layerzero.ops.sampling.checks import check_draft, check_target
-from layerzero.ops.sampling.formulas import (
-    NEXT,
-    counts_of,
-    drawn,
-    generator_of,
-    left_over,
-    marks_of,
-    of_row,
-    penalised,
-    probabilities,
-    tempered,
-    walked,
-    walked_greedily,
-    within,
-)
 from layerzero.ops.sampling.logits import BIAS, COUNTED, PENALTIES_BY
 from layerzero.ops.sampling.request_state import BITMASK
 
@@ -52,19 +38,19 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _values(given: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(of_row(given.get(name), given.get(f"{name}_by_row")) for name in _NUMBERS)
+    return tuple(formulas.of_row(given.get(name), given.get(f"{name}_by_row")) for name in _NUMBERS)
 
 
 def _load_penalties(facts: Facts) -> Callable[..., Any]:
     def run(logits: Tensor, output_ids: Tensor, *, prompt_ids: Tensor | None = None, **given: Any) -> Tensor:
         vocab = logits.shape[-1]
-        counts = seen = counts_of(output_ids, vocab)
+        counts = seen = formulas.counts_of(output_ids, vocab)
         places = output_ids.clamp(min=0).long()
         if prompt_ids is not None:
-            seen = seen + counts_of(prompt_ids, vocab)
+            seen = seen + formulas.counts_of(prompt_ids, vocab)
             places = torch.cat((places, prompt_ids.clamp(min=0).long()), -1)
         own = _wide(logits.gather(-1, places))
-        less = penalised(own, seen.gather(-1, places) > 0, counts.gather(-1, places), *_values(given))
+        less = formulas.penalised(own, seen.gather(-1, places) > 0, counts.gather(-1, places), *_values(given))
         # a place that is named twice gets one value twice, and the place 0 of what is none that which it should have
         return logits.scatter(-1, places, less.to(logits.dtype))
 
@@ -73,9 +59,11 @@ def _load_penalties(facts: Facts) -> Callable[..., Any]:
 
 def _load_whole_rows(facts: Facts) -> Callable[..., Any]:
     def run(logits: Tensor, output_ids: Tensor, *, prompt_ids: Tensor | None = None, **given: Any) -> Tensor:
-        counts = counts_of(output_ids, logits.shape[-1])
-        seen = counts > 0 if prompt_ids is None else (counts > 0) | (counts_of(prompt_ids, logits.shape[-1]) > 0)
-        return penalised(_wide(logits), seen, counts, *_values(given)).to(logits.dtype, copy=True)
+        counts = formulas.counts_of(output_ids, logits.shape[-1])
+        seen = (
+            counts > 0 if prompt_ids is None else (counts > 0) | (formulas.counts_of(prompt_ids, logits.shape[-1]) > 0)
+        )
+        return formulas.penalised(_wide(logits), seen, counts, *_values(given)).to(logits.dtype, copy=True)
 
     return run
 
@@ -84,7 +72,7 @@ def _load_logprobs(facts: Facts) -> Callable[..., Any]:
     def run(
         logits: Tensor, ids: Tensor, *, temperature: float | None = None, temperature_by_row: Tensor | None = None
     ) -> Tensor:
-        wide = tempered(_wide(logits), temperature, temperature_by_row)
+        wide = formulas.tempered(_wide(logits), temperature, temperature_by_row)
         own = wide.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
         return (own - wide.logsumexp(-1)).float()
 
@@ -138,23 +126,27 @@ def _load_chain(facts: Facts) -> Callable[..., Any]:
         if on_cpu:
             check_target(target, "sampling.verify", draft_lens)
             check_draft(draft_probs, "sampling.verify", draft_lens)
-        own = generator_of(seed, generator, target.device)
+        own = formulas.generator_of(seed, generator, target.device)
         batch, count = draft_ids.shape
         tokens = draft_ids.long().unsqueeze(-1)
-        marks = marks_of(draft_ids, torch.float32, own, seed_by_row)
+        marks = formulas.marks_of(draft_ids, torch.float32, own, seed_by_row)
         if draft_probs is not None:
-            marks = marks * probabilities(draft_probs.detach().gather(-1, tokens), logits=False).squeeze(-1)
-        stand = marks < probabilities(target[:, :-1].gather(-1, tokens), logits=False).squeeze(-1)
+            marks = marks * formulas.probabilities(draft_probs.detach().gather(-1, tokens), logits=False).squeeze(-1)
+        stand = marks < formulas.probabilities(target[:, :-1].gather(-1, tokens), logits=False).squeeze(-1)
         if draft_lens is not None:
-            stand = stand & within(draft_ids, draft_lens)
+            stand = stand & formulas.within(draft_ids, draft_lens)
         stood = stand.long().cumprod(-1).sum(-1)
         rows, fallen = torch.arange(batch, device=target.device), stood.clamp(max=max(count - 1, 0))
-        left = probabilities(target[rows, stood], logits=False)
+        left = formulas.probabilities(target[rows, stood], logits=False)
         if count:
-            drafted = None if draft_probs is None else probabilities(draft_probs.detach()[rows, fallen], logits=False)
-            rest = left_over(left, drafted, tokens.squeeze(-1)[rows, fallen])
+            drafted = (
+                None
+                if draft_probs is None
+                else formulas.probabilities(draft_probs.detach()[rows, fallen], logits=False)
+            )
+            rest = formulas.left_over(left, drafted, tokens.squeeze(-1)[rows, fallen])
             left = torch.where((stood < (count if draft_lens is None else draft_lens)).unsqueeze(-1), rest, left)
-        return ended(draft_ids, stood, drawn(left, own, seed_by_row, NEXT))
+        return ended(draft_ids, stood, formulas.drawn(left, own, seed_by_row, formulas.NEXT))
 
     return run
 
@@ -173,13 +165,13 @@ def _load_tree(facts: Facts) -> Callable[..., Any]:
         seed_by_row: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
-        target = probabilities(target_probs.detach(), logits=False)
-        drafted = None if draft_probs is None else probabilities(draft_probs.detach(), logits=False)
+        target = formulas.probabilities(target_probs.detach(), logits=False)
+        drafted = None if draft_probs is None else formulas.probabilities(draft_probs.detach(), logits=False)
         if on_cpu:
             check_target(target, "sampling.verify.tree", draft_lens)
             check_draft(drafted, "sampling.verify.tree", draft_lens)
-        own = generator_of(seed, generator, target.device)
-        return walked(draft_ids, target, drafted, parents, own, draft_lens, seed_by_row)
+        own = formulas.generator_of(seed, generator, target.device)
+        return formulas.walked(draft_ids, target, drafted, parents, own, draft_lens, seed_by_row)
 
     return run
 
@@ -190,9 +182,11 @@ def _load_greedy(facts: Facts) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor]:
         best = target_probs.detach().argmax(-1)
         if parents is not None:
-            return walked_greedily(draft_ids, best, parents, draft_lens)
+            return formulas.walked_greedily(draft_ids, best, parents, draft_lens)
         stand = draft_ids == best[:, :-1]
-        stood = (stand if draft_lens is None else stand & within(draft_ids, draft_lens)).long().cumprod(-1).sum(-1)
+        stood = (
+            (stand if draft_lens is None else stand & formulas.within(draft_ids, draft_lens)).long().cumprod(-1).sum(-1)
+        )
         return ended(draft_ids, stood, best.gather(-1, stood.unsqueeze(-1)).squeeze(-1))
 
     return run

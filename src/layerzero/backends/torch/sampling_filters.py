@@ -24,17 +24,8 @@ import torch
 from torch import Tensor
 
 from layerzero.core.facts import Facts
+from layerzero.ops.sampling import formulas
 from layerzero.ops.sampling.checks import check_drawable, check_signs
-from layerzero.ops.sampling.formulas import (
-    TEMPERATURES,
-    count_of,
-    drawn,
-    generator_of,
-    nth,
-    of_row,
-    probabilities,
-    uniform,
-)
 
 Few = Callable[..., Tensor | None]
 """The places that are drawn; None where more than k places have to be looked at."""
@@ -53,7 +44,7 @@ def by_sums(upto: Tensor, generator: torch.Generator | None, seeds: Tensor | Non
     The number stays below the last sum, so that the place has a weight: the first at which sums are above it.
     """
     total = upto[..., -1:]
-    mark = uniform(total, generator, seeds).mul_(total).to(upto.dtype)
+    mark = formulas.uniform(total, generator, seeds).mul_(total).to(upto.dtype)
     mark = torch.minimum(mark, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(upto, mark.contiguous(), right=True).squeeze(-1)  # else torch warns of a copy
 
@@ -96,7 +87,7 @@ def few_of(facts: Facts) -> Few | None:
         generator: torch.Generator | None = None,
     ) -> Tensor | None:
         vocab = tensor.shape[-1]
-        count = count_of(top_k, top_k_by_row, vocab)
+        count = formulas.count_of(top_k, top_k_by_row, vocab)
         most = count if top_k_by_row is None else int(count.max())
         if most == vocab:
             return None
@@ -107,24 +98,26 @@ def few_of(facts: Facts) -> Few | None:
                 _numbers(most if top_k_by_row is None else None, None if top_k_by_row is None else count, values),
                 _numbers(1.0 if temperature is None else temperature, temperature_by_row, values) if logits else None,
                 _numbers(top_p, top_p_by_row, values) if shared else None,
-                generator_of(seed, generator, tensor.device),
+                formulas.generator_of(seed, generator, tensor.device),
             )
             if places is not None:
                 return order.gather(-1, torch.tensor(places).view(*order.shape[:-1], 1)).squeeze(-1)
-        last, after = nth(values, count), nth(values, count + 1)
+        last, after = formulas.nth(values, count), formulas.nth(values, count + 1)
         if bool((last == after).any()):
             return None
         if top_k_by_row is not None:
             values = values.masked_fill(values < last, -torch.inf if logits else 0.0)
-        weights = probabilities(values[..., :most], temperature, temperature_by_row, logits=logits)
+        weights = formulas.probabilities(values[..., :most], temperature, temperature_by_row, logits=logits)
         upto = weights.cumsum(-1)
         total = upto[..., -1:]
         if shared:
-            kept = (upto - weights < total * of_row(top_p, top_p_by_row)).sum(-1, keepdim=True).clamp_(min=1)
-            weights = torch.where(weights >= nth(weights, kept), weights, 0.0)
+            kept = (upto - weights < total * formulas.of_row(top_p, top_p_by_row)).sum(-1, keepdim=True).clamp_(min=1)
+            weights = torch.where(weights >= formulas.nth(weights, kept), weights, 0.0)
             upto = weights.cumsum(-1)
         check_drawable(total, tensor, name)
-        return order.gather(-1, by_sums(upto, generator_of(seed, generator, tensor.device)).unsqueeze(-1)).squeeze(-1)
+        return order.gather(
+            -1, by_sums(upto, formulas.generator_of(seed, generator, tensor.device)).unsqueeze(-1)
+        ).squeeze(-1)
 
     return few
 
@@ -152,7 +145,7 @@ def _by_hand(
         if found[count - 1] == found[count] or not math.isfinite(found[0]):
             return None
         if temperatures is not None:
-            best, divisor = found[0], min(max(temperatures[row], TEMPERATURES[0]), TEMPERATURES[1])
+            best, divisor = found[0], min(max(temperatures[row], formulas.TEMPERATURES[0]), formulas.TEMPERATURES[1])
             weights = [math.exp((each - best) / divisor) for each in found[:count]]
         else:
             weights = found[:count]
@@ -197,7 +190,7 @@ def taken(
     if least is not None:
         weights = torch.where(weights >= least, weights, 0.0)
     if not on_cpu:
-        return by_race(weights, own) if seeds is None else drawn(weights, None, seeds)
+        return by_race(weights, own) if seeds is None else formulas.drawn(weights, None, seeds)
     upto = weights.cumsum(-1)
     check_drawable(upto[..., -1], tensor, name)
     return by_sums(upto, own, seeds)
@@ -224,8 +217,8 @@ def drawing(facts: Facts, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensor = tensor.detach()
         if on_cpu:
             check_signs(tensor, name)
-        weights = probabilities(tensor, temperature, temperature_by_row, logits=logits)
-        return draw(tensor, weights, generator_of(seed, generator, tensor.device), **given)
+        weights = formulas.probabilities(tensor, temperature, temperature_by_row, logits=logits)
+        return draw(tensor, weights, formulas.generator_of(seed, generator, tensor.device), **given)
 
     return run
 
@@ -249,11 +242,11 @@ def load_filtered(facts: Facts) -> Callable[..., Any]:
     ) -> Tensor:
         count = None
         if top_k is not None or top_k_by_row is not None:
-            count = count_of(top_k, top_k_by_row, weights.shape[-1])
-        least = _least(weights, count, of_row(top_p, top_p_by_row), on_cpu=on_cpu)
+            count = formulas.count_of(top_k, top_k_by_row, weights.shape[-1])
+        least = _least(weights, count, formulas.of_row(top_p, top_p_by_row), on_cpu=on_cpu)
         if min_p is not None or min_p_by_row is not None:
             most = weights.amax(-1, keepdim=True)
-            bound = torch.minimum(most * of_row(min_p, min_p_by_row), most)
+            bound = torch.minimum(most * formulas.of_row(min_p, min_p_by_row), most)
             least = bound if least is None else torch.maximum(least, bound)
         return taken(weights, least, tensor, name, own, seed_by_row, on_cpu=on_cpu)
 
@@ -283,7 +276,7 @@ def _least_of(weights: Tensor, values: Tensor, count: Any, share: Any, *, enough
     if not isinstance(count, Tensor):  # filled on the device: a capture takes no copy from the host
         count = torch.full((), vocab if count is None else count, dtype=torch.int64, device=weights.device)
     whole = count <= seen  # the last value of top-k is among them
-    last = nth(values, count.clamp(max=seen).expand(*values.shape[:-1], 1))
+    last = formulas.nth(values, count.clamp(max=seen).expand(*values.shape[:-1], 1))
     if share is None:
         return last if enough or bool(whole.all()) else None
     total = torch.where((weights >= last) | ~whole, weights, 0.0).cumsum(-1)[..., -1:]
@@ -291,4 +284,4 @@ def _least_of(weights: Tensor, values: Tensor, count: Any, share: Any, *, enough
     if not enough and not bool((whole | ((count == vocab) & (upto[..., -1:] >= share * total))).all()):
         return None
     kept = (upto - values < share * total) & (values >= last)
-    return nth(values, kept.sum(-1, keepdim=True).clamp_(min=1))
+    return formulas.nth(values, kept.sum(-1, keepdim=True).clamp_(min=1))

@@ -23,17 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.grouped_weights import (
-    ROUNDING_GGUF,
-    Product,
-    as_powers,
-    before_capture,
-    by_rows,
-    grouped,
-    made_for,
-    of_call,
-    second_factor,
-)
+from layerzero.backends import grouped_weights
 from layerzero.backends.vllm.grouped_linear import MARLIN, marlin, marlin_form, wide_weight
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
@@ -67,13 +57,13 @@ def _unfit(what: str) -> NotPreparedError:
 def block_tensors(weight: QuantizedWeight, dtype: torch.dtype) -> Tensors:
     """Those of a weight of float8 in Marlin's order."""
     numbers = weight.fields.data.contiguous().view(torch.uint8)
-    scale = marlin_scale(by_rows(weight) * 2.0 ** _BIAS[dtype], dtype)
+    scale = marlin_scale(grouped_weights.by_rows(weight) * 2.0 ** _BIAS[dtype], dtype)
     if not scale.isfinite().all():
         raise _unfit(f"scales that stay finite in {dtype} times 2^{_BIAS[dtype]}")
     return marlin_codes(numbers, 8), scale, None
 
 
-def _parts(facts: Facts, kind: int, tensors: Callable[..., Tensors]) -> tuple[Pack, Product]:
+def _parts(facts: Facts, kind: int, tensors: Callable[..., Tensors]) -> tuple[Pack, grouped_weights.Product]:
     dtype = facts.tensors["input"].dtype
 
     def pack(weight: QuantizedWeight) -> tuple[tuple[Any, ...], int]:
@@ -89,10 +79,14 @@ _OF_ROWS = ("dtype", "weight_dtype", "out_features", "in_features")
 def _load_by_row(facts: Facts) -> Callable[..., Any]:
     """float8 with scales of outputs, or one for all, which no handle holds: behind a product whose scales are 1."""
     name, dtype, product = "vllm.marlin_fp8_rows", facts.tensors["input"].dtype, marlin(facts, E4M3)
-    call, ndim, features = of_call(name, facts, _OF_ROWS), facts["input_ndim"], facts.size("in_features")
+    call, ndim, features = (
+        grouped_weights.of_call(name, facts, _OF_ROWS),
+        facts["input_ndim"],
+        facts.size("in_features"),
+    )
 
     def made(weight: Tensor | QuantizedWeight) -> tuple[tuple[Any, ...], int]:
-        made_for(call)
+        grouped_weights.made_for(call)
         data = weight if isinstance(weight, Tensor) else weight.fields.data
         words = marlin_codes(data.contiguous().view(torch.uint8), 8)
         scale = torch.full((1, len(data)), 2.0 ** _BIAS[dtype], dtype=dtype, device=data.device)
@@ -137,13 +131,13 @@ def micro_tensors(weight: QuantizedWeight, dtype: torch.dtype) -> Tensors:
     assert scale is not None
     words = marlin_codes(data, 8) if scheme == "mxfp8" else marlin_codes(unpacked(data, 4, weight.shape[1]), 4)
     if scheme != "nvfp4":
-        powers = marlin_scale(as_powers(scale).view(torch.uint8), torch.uint8)
+        powers = marlin_scale(grouped_weights.as_powers(scale).view(torch.uint8), torch.uint8)
         return words, _swapped(powers).view(torch.float8_e8m0fnu), None
     eighths, factor = unsigned_scale(scale, dtype)
-    return words, eighths, second_factor(weight) * (2.0 ** (_BIAS_OF_E2M1[dtype] - 7) / factor)
+    return words, eighths, grouped_weights.second_factor(weight) * (2.0 ** (_BIAS_OF_E2M1[dtype] - 7) / factor)
 
 
-def _micro(facts: Facts) -> tuple[Pack, Product]:
+def _micro(facts: Facts) -> tuple[Pack, grouped_weights.Product]:
     return _parts(facts, E4M3 if facts["weight_scheme"] == "mxfp8" else E2M1, micro_tensors)
 
 
@@ -175,7 +169,7 @@ def _load_gguf(facts: Facts) -> Callable[..., Any]:
 
 
 def _kernel(name: str, parts: Any, operation: str, *limits: limit.Limit) -> Kernel:
-    return grouped(name, VLLM, parts, 40, *MARLIN, *limits, platform="cuda", operation=operation)
+    return grouped_weights.grouped(name, VLLM, parts, 40, *MARLIN, *limits, platform="cuda", operation=operation)
 
 
 KERNELS = (
@@ -195,7 +189,7 @@ KERNELS = (
         limit.dtype("bfloat16"),  # a sum with scales of 1 may be too large for float16
         limit.one_of("weight_dtype", "float8_e4m3"),
         BELONGS,
-        before_capture("vllm.marlin_fp8_rows", _OF_ROWS),
+        grouped_weights.before_capture("vllm.marlin_fp8_rows", _OF_ROWS),
         accepts=("bias", "packed"),
         priority=40,  # 24 checks passed, 0 wrong (H200, vllm 0.20.0, 2026-11-27)
     ),
@@ -210,7 +204,7 @@ KERNELS = (
     _kernel("vllm.marlin_nvfp4", _micro, "mx", limit.one_of("weight_scheme", "nvfp4")),
     VLLM.kernel(
         "vllm.gguf",
-        (FORMATTED["gguf"].name, *ROUNDING_GGUF),
+        (FORMATTED["gguf"].name, *grouped_weights.ROUNDING_GGUF),
         _load_gguf,
         limit.dtype("float16", "bfloat16"),
         limit.one_of("weight_kind", *_KINDS),

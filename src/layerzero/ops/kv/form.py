@@ -172,7 +172,7 @@ def form_of(
         problems.append(f"scales: wanted {wanted}, got {told(scales)}")
     elif not narrow and scales is not None:
         problems.append(f"scales: wanted None for a cache of {dtype}, got {told(scales)}")
-    problems += _flag_problems("captured", captured)
+    problems += [] if isinstance(captured, bool) else [f"captured: wanted True or False, got {told(captured)}"]
     try:
         where = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError, ValueError):  # the last of an integer that no device has
@@ -230,10 +230,6 @@ def _absence_problems(device: torch.device) -> list[str]:
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
         return [f"device: wanted one that is here, got {str(device)!r}: {str(error).splitlines()[0][:120]}"]
     return []
-
-
-def _flag_problems(name: str, flag: object) -> list[str]:
-    return [] if isinstance(flag, bool) else [f"{name}: wanted True or False, got {told(flag)}"]
 
 
 def _size_problems(sizes: dict[str, int | None]) -> list[str]:
