@@ -35,15 +35,9 @@ def _load(facts: Facts) -> Callable[..., Any]:
     from habana_frameworks.torch.hpex.kernels import FusedSDPA
 
     def fused(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        attn_mask: Tensor | None = None,
+        *tensors: Tensor, causal: bool = False, scale: float | None = None, attn_mask: Tensor | None = None
     ) -> Any:
-        return FusedSDPA.apply(query, key, value, attn_mask, 0.0, causal, scale)
+        return FusedSDPA.apply(*tensors, attn_mask, 0.0, causal, scale)
 
     return fused
 

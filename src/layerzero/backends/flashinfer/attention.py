@@ -89,15 +89,8 @@ def _load_single(backend: str, facts: Facts) -> Callable[..., Any]:
     scratch_bytes = _SCRATCH_BYTES if backend == "fa2" else 1
     mode = _CAUSAL if variant.causal else _FULL
 
-    def single(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        return_lse: bool = False,
-        **_: Any,
-    ) -> Any:
+    def single(*tensors: Tensor, attn_mask: Tensor | None = None, return_lse: bool = False, **_: Any) -> Any:
+        query, key, value = tensors
         output = query.new_empty((1, seq_q, heads, value_dim))
         lse = query.new_empty((seq_q, heads), dtype=torch.float32) if return_lse else None
         run(
@@ -139,15 +132,8 @@ def _load_batch(backend: str, facts: Facts) -> Callable[..., Any]:
     mode = _CAUSAL if variant.causal else _FULL
     dependent_launch = overlaps(facts)
 
-    def ragged(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        attn_mask: Tensor | None = None,
-        return_lse: bool = False,
-        **_: Any,
-    ) -> Any:
+    def ragged(*tensors: Tensor, attn_mask: Tensor | None = None, return_lse: bool = False, **_: Any) -> Any:
+        query, key, value = tensors
         output = query.new_empty((batch, seq_q, heads, value_dim))
         lse = query.new_empty((batch * seq_q, heads), dtype=torch.float32) if return_lse else None
         plan.module.ragged_run(

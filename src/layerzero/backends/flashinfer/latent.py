@@ -70,17 +70,9 @@ def _load(facts: Facts, backend: str) -> Callable[..., Any]:
     name = f"flashinfer.{backend}.mla"
 
     def run(
-        q_nope: Tensor,
-        q_pe: Tensor,
-        ckv_cache: Tensor,
-        kpe_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
-        scale: float,
-        return_lse: bool = False,
-        step: StepMetadata | None = None,
+        q_nope: Tensor, *rest: Tensor, scale: float, return_lse: bool = False, step: StepMetadata | None = None
     ) -> Any:
+        q_pe, ckv_cache, kpe_cache, block_tables, context_lens = rest
         arguments = shape | {"sm_scale": float(scale), "lse_mode": "basee" if return_lse else "none"}
         owner = (name, queries, *arguments.values())
 

@@ -56,18 +56,9 @@ def _load_decode(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
     make = functools.partial(Planned, arguments=arguments, tensor_cores=tensor_cores)
 
     def decode(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        key_scale: Tensor,
-        value_scale: Tensor,
-        *,
-        return_lse: bool = False,
-        step: StepMetadata | None = None,
-        **_: Any,  # what acts on the scores, which the plan has
+        query: Tensor, *pages: Tensor, return_lse: bool = False, step: StepMetadata | None = None, **_: Any
     ) -> Any:
+        key_cache, value_cache, block_tables, context_lens, key_scale, value_scale = pages
         planned = planned_for(step, lambda: StepMetadata(block_tables, context_lens), owner, query, make)
         scaled = scaled_query(query.squeeze(1), key_scale, kv_heads)
         result = planned.run(scaled, (key_cache, value_cache), return_lse=return_lse)

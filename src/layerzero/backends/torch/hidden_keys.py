@@ -111,17 +111,8 @@ def _kernels(name: str, operations: tuple[str, ...], accepts: tuple[str, ...]) -
 def _load_masked(facts: Facts) -> Callable[..., Any]:
     grouped = facts["group"] != 1
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_indptr: Tensor,
-        block_indices: Tensor,
-        *,
-        block_rows: int,
-        block_cols: int,
-        scale: float | None = None,
-    ) -> Tensor:
+    def run(query: Tensor, *rest: Tensor, block_rows: int, block_cols: int, scale: float | None = None) -> Tensor:
+        key, value, block_indptr, block_indices = rest
         seen = block_mask(block_indptr, block_indices, len(key) // block_cols)
         mask = seen.repeat_interleave(block_rows, 0).repeat_interleave(block_cols, 1)
         q, k, v = (aligned_rows(each.transpose(0, 1).unsqueeze(0)) for each in (query, key, value))
@@ -134,17 +125,8 @@ def _load_masked(facts: Facts) -> Callable[..., Any]:
 def _load_rows(facts: Facts) -> Callable[..., Any]:
     attend = cpu_attend(facts)
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_indptr: Tensor,
-        block_indices: Tensor,
-        *,
-        block_rows: int,
-        block_cols: int,
-        **scores: Any,
-    ) -> Any:
+    def run(query: Tensor, *rest: Tensor, block_rows: int, block_cols: int, **scores: Any) -> Any:
+        key, value, block_indptr, block_indices = rest
         keys, values = (in_blocks(each, block_cols) for each in (key, value))
 
         def rows() -> Iterator[Slice]:
@@ -159,17 +141,8 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
 
 
 def _load_varlen(facts: Facts) -> Callable[..., Any]:
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_indptr: Tensor,
-        block_indices: Tensor,
-        *,
-        block_rows: int,
-        block_cols: int,
-        **scores: Any,
-    ) -> Any:
+    def run(query: Tensor, *rest: Tensor, block_rows: int, block_cols: int, **scores: Any) -> Any:
+        key, value, block_indptr, block_indices = rest
         keys, values = (in_blocks(each, block_cols)[block_indices.long()].flatten(0, 1) for each in (key, value))
         starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
         return flash(query, keys, values, starts, block_indptr * block_cols, block_rows, max(len(key), 1), **scores)
@@ -196,16 +169,8 @@ _BLOCKS = ("block_rows", "block_cols", "scale")
 def _load(facts: Facts) -> Callable[..., Any]:
     kv_heads, group, on_cuda = facts.size("kv_heads"), facts.size("group"), facts.device.platform == "cuda"
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen_blocks: Tensor,
-        row_sizes: Tensor,
-        col_sizes: Tensor,
-        *,
-        scale: float | None = None,
-    ) -> Tensor:
+    def run(*tensors: Tensor, scale: float | None = None) -> Tensor:
+        query, key, value, seen_blocks, row_sizes, col_sizes = tensors
         mask = variable_mask(seen_blocks, row_sizes, col_sizes, len(query), len(key))
         q = query.transpose(0, 1).reshape(kv_heads, group, *query.shape[::2])  # the heads of a key head as a batch
         k, v = (aligned_rows(each.transpose(0, 1).unsqueeze(1)).expand(-1, group, -1, -1) for each in (key, value))

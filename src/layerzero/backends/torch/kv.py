@@ -63,15 +63,8 @@ def load_quantized(facts: Facts) -> Callable[..., None]:
     """What writes new tokens as codes into the slots of a cache in NHD."""
     on_cpu = facts.device.platform == "cpu"
 
-    def append(
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-        key_scale: Tensor,
-        value_scale: Tensor,
-    ) -> None:
+    def append(key: Tensor, value: Tensor, *pages: Tensor) -> None:
+        key_cache, value_cache, slot_mapping, key_scale, value_scale = pages
         page_size, there = key_cache.shape[1], slot_mapping >= 0
         every = torch.arange(len(there), device=there.device)
         # on a CPU a value costs nothing to read; elsewhere a token without a slot repeats the first that has one

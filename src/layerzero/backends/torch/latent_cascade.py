@@ -129,17 +129,8 @@ def _load_cpu(facts: Facts) -> Callable[..., Any]:
     page_size, latent = facts.size("page_size"), facts.size("latent_dim")
     attend = cpu_attend(facts)
 
-    def run(
-        q_nope: Tensor,
-        q_pe: Tensor,
-        ckv_cache: Tensor,
-        kpe_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
-        scale: float,
-        return_lse: bool = False,
-    ) -> Any:
+    def run(q_nope: Tensor, q_pe: Tensor, *pages: Tensor, scale: float, return_lse: bool = False) -> Any:
+        ckv_cache, kpe_cache, block_tables, context_lens = pages
         query, cache = joined(q_nope, q_pe), (ckv_cache, kpe_cache)
         batch, queries = query.shape[:2]
 

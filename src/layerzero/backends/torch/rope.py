@@ -190,18 +190,9 @@ def _load_normed_rope(facts: Facts) -> Callable[..., Any]:
     rows, turn = rows_for(facts), turning(facts)
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool,
-        eps: float,
-        plus_one: bool,
+        *tensors: Tensor, positions: Tensor | None = None, interleaved: bool, eps: float, plus_one: bool
     ) -> tuple[Tensor, Tensor]:
+        query, key, q_weight, k_weight, cos, sin = tensors
         pair = rows(query, cos, sin, positions)
         wide = pair[0].dtype
         return (

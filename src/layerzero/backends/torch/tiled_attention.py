@@ -117,16 +117,8 @@ def _one(attend: Attend, query: Tensor, key: Tensor, value: Tensor, **named: Any
 def _load_ragged(facts: Facts) -> Callable[..., Any]:
     attend = tiles(facts)
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        *,
-        causal: bool = False,
-        **scores: Any,
-    ) -> Tensor:
+    def run(*tensors: Tensor, causal: bool = False, **scores: Any) -> Tensor:
+        query, key, value, cu_seqlens_q, cu_seqlens_k = tensors
         pairs = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
         found = [
             _one(attend, query[first:last], key[start:end], value[start:end], causal=causal, **scores)

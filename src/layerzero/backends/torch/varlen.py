@@ -137,16 +137,8 @@ def _seen(lse: Tensor, mask: Tensor | None) -> Tensor:
 def _load_ragged(facts: Facts, attend: Attend | None = None) -> Callable[..., Any]:
     by_sequence = facts["alibi_slopes"] != "none" and len(facts.tensors["alibi_slopes"].shape) == 2
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        *,
-        alibi_slopes: Tensor | None = None,
-        **scores: Any,
-    ) -> Any:
+    def run(*tensors: Tensor, alibi_slopes: Tensor | None = None, **scores: Any) -> Any:
+        query, key, value, cu_seqlens_q, cu_seqlens_k = tensors
         pairs = zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True)
         sequences = (
             (
@@ -182,17 +174,8 @@ def load_cuda_ragged(
 ) -> Callable[..., Any]:
     """FlashAttention 2 of torch over tokens; ``queries`` gives the longest sequence of queries to say."""
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        *,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        **scores: Any,
-    ) -> Any:
+    def run(*tensors: Tensor, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, **scores: Any) -> Any:
+        query, key, value, cu_seqlens_q, cu_seqlens_k = tensors
         longest = queries(max_seqlen_q, len(query), len(cu_seqlens_q) - 1), longest_or(max_seqlen_k, len(key))
         return flash(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, **scores)
 

@@ -70,17 +70,9 @@ def _load_flash_mla(facts: Facts) -> Callable[..., Any]:
     owner = ("vllm.flashmla", queries, heads)
 
     def run(
-        q_nope: Tensor,
-        q_pe: Tensor,
-        ckv_cache: Tensor,
-        kpe_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
-        scale: float,
-        return_lse: bool = False,
-        step: StepMetadata | None = None,
+        q_nope: Tensor, *rest: Tensor, scale: float, return_lse: bool = False, step: StepMetadata | None = None
     ) -> Any:
+        q_pe, ckv_cache, kpe_cache, block_tables, context_lens = rest
         known = step.slot(owner, lambda _: _Schedule()) if shared and step is not None else _Schedule()
         cache = joined(ckv_cache, kpe_cache).unsqueeze(2)
         output, lse, *split = operator(

@@ -274,17 +274,9 @@ def _load_blocks(facts: Facts, library: Callable[[], Forward]) -> Callable[..., 
     forward, scored = library(), acting(facts)
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_indptr: Tensor,
-        block_indices: Tensor,
-        *,
-        block_rows: int,
-        block_cols: int,
-        return_lse: bool = False,
-        **given: Any,
+        query: Tensor, *rest: Tensor, block_rows: int, block_cols: int, return_lse: bool = False, **given: Any
     ) -> Any:
+        key, value, block_indptr, block_indices = rest
         pages = in_blocks(key, block_cols), in_blocks(value, block_cols)
         table, counts = block_table(block_indptr, block_indices, len(pages[0]))
         starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)

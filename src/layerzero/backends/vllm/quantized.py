@@ -88,15 +88,8 @@ def load_append_codes(facts: Facts) -> Callable[..., None]:
     operator = operators("_C.abi3.so", "_C_cache_ops", "_C").reshape_and_cache_flash.default
     form = {"float8_e4m3": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}[str(facts["cache_dtype"])]
 
-    def append(
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-        key_scale: Tensor,
-        value_scale: Tensor,
-    ) -> None:
+    def append(key: Tensor, value: Tensor, *pages: Tensor) -> None:
+        key_cache, value_cache, slot_mapping, key_scale, value_scale = pages
         caches = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
         operator(key, value, *caches, slot_mapping, form, key_scale, value_scale)
 

@@ -123,18 +123,8 @@ def _load_fused(facts: Facts) -> Callable[..., Any]:
     operator = operators("_C.abi3.so", "_C").fused_qk_norm_rope.default
     heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
+    def run(*tensors: Tensor, positions: Tensor | None = None, interleaved: bool, eps: float) -> tuple[Tensor, Tensor]:
+        query, key, q_weight, k_weight, cos, sin = tensors
         seq, batch = query.shape[-3], query.shape[0] if query.ndim == 4 else 1
         table, places = table_and_places(cos, sin, positions, batch, seq, torch.int64)
         joined = torch.cat((query, key), -2)

@@ -183,15 +183,8 @@ def load_append(facts: Facts) -> Callable[..., Any]:
         append(key, value, key_cache, value_cache, slot_mapping, instructions)
         increment_version((key_cache, value_cache))  # as the operator should
 
-    def run_coded(
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-        key_scale: Tensor,
-        value_scale: Tensor,
-    ) -> None:
+    def run_coded(key: Tensor, value: Tensor, *pages: Tensor) -> None:
+        key_cache, value_cache, slot_mapping, key_scale, value_scale = pages
         codes, scales = (cache.view(torch.uint8) for cache in (key_cache, value_cache)), (key_scale, value_scale)
         append(key, value, *codes, slot_mapping, instructions, *map(float, scales), coded)
         increment_version((key_cache, value_cache))
@@ -247,16 +240,8 @@ LIMITS_CODES = (
 def _load(facts: Facts) -> Callable[..., Any]:
     operator = operators(build_for(facts)).mla_decode_kvcache.default
 
-    def run(
-        q_nope: Tensor,
-        q_pe: Tensor,
-        ckv_cache: Tensor,
-        kpe_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
-        scale: float,
-    ) -> Tensor:
+    def run(q_nope: Tensor, q_pe: Tensor, *pages: Tensor, scale: float) -> Tensor:
+        ckv_cache, kpe_cache, block_tables, context_lens = pages
         output = torch.zeros_like(q_nope, memory_format=torch.contiguous_format)
         query = joined(q_nope.squeeze(1), q_pe.squeeze(1)).contiguous()
         operator(output.squeeze(1), query, joined(ckv_cache, kpe_cache), scale, block_tables, context_lens)

@@ -53,15 +53,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
     rotate, dtype, wide = _rotating(facts), facts.tensors["query"].dtype, facts.tensors["cos"].dtype
     dense = torch.contiguous_format
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+    def run(*tensors: Tensor, positions: Tensor | None = None, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+        query, key, cos, sin = tensors
         query, key = (each.to(wide, memory_format=dense, copy=True) for each in (query, key))
         rotate(query, key, cos, sin, positions, interleaved)
         return query.to(dtype), key.to(dtype)
@@ -115,15 +108,8 @@ def _load_inplace(facts: Facts) -> Callable[..., Any]:
     rotate, dtype, wide = _rotating(facts), facts.tensors["query"].dtype, facts.tensors["cos"].dtype
     dense = torch.contiguous_format
 
-    def converted(
-        query: Tensor,
-        key: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
-    ) -> None:
+    def converted(*tensors: Tensor, positions: Tensor | None = None, interleaved: bool = False) -> None:
+        query, key, cos, sin = tensors
         pair = tuple(each.to(wide, memory_format=dense) for each in (query, key))
         rotate(*pair, cos, sin, positions, interleaved)
         for tensor, result in zip((query, key), pair, strict=True):

@@ -285,17 +285,9 @@ def norm_then_rope(norm: Norm, rotate: Rotate) -> Callable[..., tuple[Tensor, Te
     """What a kernel of posenc.qk_norm_rope calls."""
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
-        eps: float,
+        *tensors: Tensor, positions: Tensor | None = None, interleaved: bool = False, eps: float
     ) -> tuple[Tensor, Tensor]:
+        query, key, q_weight, k_weight, cos, sin = tensors
         return rotate(norm(query, q_weight, eps), norm(key, k_weight, eps), cos, sin, positions, interleaved)
 
     return run
