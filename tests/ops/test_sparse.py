@@ -86,9 +86,9 @@ def test_flashinfer_plans_once_for_a_pattern_and_again_when_it_changed(monkeypat
     monkeypatch.setattr(flashinfer, "workspace", lambda *_, **__: None)
     given = call()
     run = flashinfer._load(lz.explain("sparse_attention", **given).facts)
-    pattern = lz.BlockPattern(given["block_indptr"], given["block_indices"])
+    pattern, (*tensors, rows, cols) = lz.BlockPattern(given["block_indptr"], given["block_indices"]), given.values()
     for _ in range(2):
-        _, lse = run(**given, block_pattern=pattern, return_lse=True)
+        _, lse = run(*tensors, block_rows=rows, block_cols=cols, block_pattern=pattern, return_lse=True)
     assert planned == [([*STARTS], [*COLUMNS], 16, None)]
     assert lse.shape == (4, 64)
     assert lse[0, 0] == pytest.approx(math.log(2))

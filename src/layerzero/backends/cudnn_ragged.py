@@ -120,18 +120,14 @@ def _load(facts: Facts) -> Callable[..., Any]:
     widths, default = (heads * head_dim, kv_heads * head_dim), head_dim**-0.5
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        *,
+        *tensors: Tensor,
         causal: bool = False,
         scale: float | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         step: RaggedMetadata | None = None,
     ) -> Tensor:
+        query, key, value, cu_seqlens_q, cu_seqlens_k = tensors
         tokens = len(query)
         if step is None:
             places = SequencePlaces(RaggedMetadata(cu_seqlens_q, cu_seqlens_k), tokens, widths, causal)

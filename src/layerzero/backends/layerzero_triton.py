@@ -87,12 +87,7 @@ def _load_paged_tokens(facts: Facts) -> Callable[..., Any]:
 
     def run(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
+        *pages: Tensor,
         causal: bool = True,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
@@ -101,6 +96,7 @@ def _load_paged_tokens(facts: Facts) -> Callable[..., Any]:
         tree_mask: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
+        key_cache, value_cache, block_tables, context_lens, cu_seqlens_q = pages
         tokens = query.shape[0]
         output = query.new_empty((tokens, heads, value_width))
         lse = torch.empty((heads, tokens), dtype=torch.float32, device=query.device) if return_lse else output

@@ -103,22 +103,17 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
     dtype = facts.tensors["query"].dtype
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        attn_mask: Tensor | None = None,
+        *tensors: Tensor, causal: bool = False, scale: float | None = None, attn_mask: Tensor | None = None
     ) -> Tensor:
-        tensors = {"query": query, "key": key, "value": value}
+        query, key, value = tensors
+        named = {"query": query, "key": key, "value": value}
         if attn_mask is not None:  # it takes other ranks and broadcasts differently from torch: give it all four axes
             shape = (*query.shape[:3], key.shape[2])
-            tensors["attn_mask"] = attn_mask.to(dtype).expand(shape).contiguous()
-        inputs = tuple((name, 4) for name in tensors)
+            named["attn_mask"] = attn_mask.to(dtype).expand(shape).contiguous()
+        inputs = tuple((name, 4) for name in named)
         settings = {} if scale is None else {"scale": float(scale)}
         session = _session("Attention", inputs, 4, dtype, is_causal=int(causal), **settings)
-        return _run(session, tensors, query.new_empty((*query.shape[:3], value.shape[3])))
+        return _run(session, named, query.new_empty((*query.shape[:3], value.shape[3])))
 
     return run
 

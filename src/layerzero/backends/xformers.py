@@ -72,14 +72,9 @@ def _load(facts: Facts) -> Callable[..., Any]:
     bottom_right = fmha.attn_bias.LowerTriangularFromBottomRightMask()
 
     def memory_efficient(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        attn_mask: Tensor | None = None,
+        *tensors: Tensor, causal: bool = False, scale: float | None = None, attn_mask: Tensor | None = None
     ) -> Any:
+        query, key, value = tensors
         bias = bottom_right if causal else None
         if attn_mask is not None:  # BHSD views: the mask's axes are those of scores
             heads = [each.transpose(1, 2) for each in (query, key, value)]

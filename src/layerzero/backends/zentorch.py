@@ -133,14 +133,9 @@ def _load_sdpa(facts: Facts) -> Callable[..., Any]:
     drops_nan = facts["dtype"] is torch.bfloat16 or facts.get("causal") is True
 
     def sdpa(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-        attn_mask: Tensor | None = None,
+        *tensors: Tensor, causal: bool = False, scale: float | None = None, attn_mask: Tensor | None = None
     ) -> Tensor:
+        query, key, value = tensors
         seq_k = key.shape[2]
         if attn_mask is not None and attn_mask.shape[-1] != seq_k:  # raises for a last axis to broadcast; others work
             attn_mask = attn_mask.expand(*attn_mask.shape[:-1], seq_k)

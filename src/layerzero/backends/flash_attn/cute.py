@@ -100,15 +100,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
     recording = forking.lock()  # what one thread's call records is not what another's did
     last: tuple[Any, ...] = ((), None, (), ())  # shapes and strides, the function, and its constants
 
-    def v4(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        sinks: Tensor | None = None,
-        return_lse: bool = False,
-        **scores: Any,
-    ) -> Any:
+    def v4(*tensors: Tensor, sinks: Tensor | None = None, return_lse: bool = False, **scores: Any) -> Any:
+        query, key, value = tensors
         nonlocal last
         if query.requires_grad or key.requires_grad or value.requires_grad:  # a leaf, in no_grad: no exchange takes it
             query, key, value = query.detach(), key.detach(), value.detach()

@@ -34,18 +34,14 @@ def _load_ragged(function: Callable[..., Any]) -> Callable[..., Any]:
     """FlashAttention 2 and 3 differ in what only one of them takes, which the other's kernel does not accept."""
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-        *,
+        *tensors: Tensor,
         alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         **scores: Any,
     ) -> Any:
+        query, key, value, starts_q, starts_k = tensors
         own = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes.float()}
         result = function(
             *(query, key, value, starts_q, starts_k),
@@ -123,18 +119,14 @@ def _load_v4(facts: Facts) -> Callable[..., Any]:
     forward = attention.kept(_flash_attn_fwd)
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-        *,
+        *tensors: Tensor,
         sinks: Tensor | None = None,
         return_lse: bool = False,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         **scores: Any,
     ) -> Any:
+        query, key, value, starts_q, starts_k = tensors
         own = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "learnable_sink": sinks, "return_lse": return_lse}
         longest = {
             "max_seqlen_q": longest_or(max_seqlen_q, len(query)),

@@ -85,17 +85,9 @@ def _load_cascade(facts: Facts) -> Callable[..., Any]:
     owner = ("flashinfer.cascade", page_size, *arguments.values())
 
     def run(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
-        shared_blocks: int,
-        return_lse: bool = False,
-        step: StepMetadata,
-        **_: Any,
+        query: Tensor, *pages: Tensor, shared_blocks: int, return_lse: bool = False, step: StepMetadata, **_: Any
     ) -> Any:
+        key_cache, value_cache, block_tables, _lens = pages
         both = step.slot((owner, shared_blocks), lambda each: _Cascade(each, arguments, page_size, shared_blocks))
         tokens, caches = query.squeeze(1), (key_cache, value_cache)
         output, lse = both.prefix.run(tokens, caches, return_lse=True)
@@ -159,19 +151,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
     arguments, page_size = varlen.arguments_of(facts), facts.size("page_size")
     owner = ("flashinfer.pod", page_size, *arguments.values())
 
-    def run(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
-        decodes: int,
-        step: StepMetadata,
-        return_lse: bool = False,
-        **_: Any,
-    ) -> Any:
+    def run(query: Tensor, *pages: Tensor, decodes: int, step: StepMetadata, return_lse: bool = False, **_: Any) -> Any:
+        key_cache, value_cache, _tables, context_lens, cu_seqlens_q = pages
         varlen.check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
         caches = key_cache, value_cache
         if decodes in (0, len(context_lens)):

@@ -139,7 +139,7 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
 
     make = functools.partial(Planned, arguments=arguments, tensor_cores=tensor_cores)
 
-    def decode(
+    def decode(  # the plan has what acts on the scores
         query: Tensor, *pages: Tensor, return_lse: bool = False, step: StepMetadata | None = None, **_: Any
     ) -> Any:
         key_cache, value_cache, block_tables, context_lens = pages

@@ -76,20 +76,8 @@ def _load_tokens(facts: Facts) -> Callable[..., Any]:
 
     make = functools.partial(varlen.PlannedPages, arguments=arguments, page_size=page_size, backend="fa2")
 
-    def run(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        key_scale: Tensor,
-        value_scale: Tensor,
-        *,
-        return_lse: bool = False,
-        step: StepMetadata | None = None,
-        **_: Any,
-    ) -> Any:
+    def run(query: Tensor, *pages: Tensor, return_lse: bool = False, step: StepMetadata | None = None, **_: Any) -> Any:
+        key_cache, value_cache, block_tables, context_lens, cu_seqlens_q, key_scale, value_scale = pages
         if step is not None:
             varlen.check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")
         alone = functools.partial(StepMetadata, block_tables, context_lens, cu_seqlens_q=cu_seqlens_q)

@@ -62,18 +62,14 @@ def _load(facts: Facts) -> Callable[..., Any]:
     }
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        block_indptr: Tensor,
-        block_indices: Tensor,
-        *,
+        *tensors: Tensor,
         block_rows: int,
         block_cols: int,
         scale: float | None = None,
         return_lse: bool = False,
         block_pattern: BlockPattern | None = None,
     ) -> Any:
+        query, key, value, block_indptr, block_indices = tensors
         arguments = shape | {"sm_scale": scale}
         owner = ("flashinfer.block_sparse", *arguments.values())
 
@@ -104,16 +100,8 @@ def _load_sparse_variable(facts: Facts) -> Callable[..., Any]:
     heads, kv_heads, head_dim = (facts.size(name) for name in ("heads", "kv_heads", "head_dim"))
     dtype = facts.tensors["query"].dtype
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen_blocks: Tensor,
-        row_sizes: Tensor,
-        col_sizes: Tensor,
-        *,
-        scale: float | None = None,
-    ) -> Tensor:
+    def run(*tensors: Tensor, scale: float | None = None) -> Tensor:
+        query, key, value, seen_blocks, row_sizes, col_sizes = tensors
         # its plan reads the last of all pages that are seen (IndexError on an H200, 2026-11-23); planning waits as well
         if not bool((seen_blocks & (col_sizes > 0).unsqueeze(1)).any()):
             return torch.zeros_like(query)

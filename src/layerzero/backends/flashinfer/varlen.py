@@ -204,17 +204,8 @@ def _load_ragged(facts: Facts, backend: str) -> Callable[..., Any]:
 
     make = functools.partial(_PlannedRagged, arguments=arguments, backend=backend)
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        *,
-        return_lse: bool = False,
-        step: RaggedMetadata | None = None,
-        **_: Any,
-    ) -> Any:
+    def run(*tensors: Tensor, return_lse: bool = False, step: RaggedMetadata | None = None, **_: Any) -> Any:
+        query, key, value, cu_seqlens_q, cu_seqlens_k = tensors
         if step is not None:
             check_belongs(step.cu_seqlens_q is cu_seqlens_q and step.cu_seqlens_k is cu_seqlens_k, "ragged_attention")
         alone = functools.partial(RaggedMetadata, cu_seqlens_q, cu_seqlens_k)
@@ -240,17 +231,13 @@ def _load_paged(facts: Facts, backend: str, split: bool) -> Callable[..., Any]:
 
     def run(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
+        *pages: Tensor,
         return_lse: bool = False,
         step: StepMetadata | None = None,
         decodes: int | None = None,
         **_: Any,
     ) -> Any:
+        key_cache, value_cache, block_tables, context_lens, cu_seqlens_q = pages
         caches, count = (key_cache, value_cache), decodes or 0
         if step is not None:
             check_belongs(step.cu_seqlens_q is cu_seqlens_q, "paged_attention")

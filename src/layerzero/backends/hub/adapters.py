@@ -272,15 +272,8 @@ def moe(build: Build) -> Sequence[Kernel]:
         where = torch.arange(experts + 1, dtype=torch.int32, device=torch.device(facts.device.torch_type))
         where[-1] = -1
 
-        def run(
-            input: Tensor,
-            gate_up_weight: Tensor,
-            down_weight: Tensor,
-            expert_ids: Tensor,
-            expert_weights: Tensor,
-            *,
-            activation: str,
-        ) -> Tensor:
+        def run(*tensors: Tensor, activation: str) -> Tensor:
+            input, gate_up_weight, down_weight, expert_ids, expert_weights = tensors
             output: Tensor = compute(
                 input,
                 gate_up_weight,

@@ -57,16 +57,9 @@ def _load_cascade(facts: Facts) -> Callable[..., Any]:
     attend = cpu_attend(facts)
 
     def run(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
-        shared_blocks: int,
-        scale: float | None = None,
-        return_lse: bool = False,
+        query: Tensor, *pages: Tensor, shared_blocks: int, scale: float | None = None, return_lse: bool = False
     ) -> Any:
+        key_cache, value_cache, block_tables, context_lens = pages
         refuse("cascade_attention", shared_problems(block_tables, context_lens, shared_blocks, page_size))
         tokens, caches, shared = query.squeeze(1), (key_cache, value_cache), shared_blocks * page_size
 

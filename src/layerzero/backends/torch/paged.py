@@ -52,18 +52,14 @@ def load_gather(facts: Facts) -> Callable[..., Any]:
 
     def gather(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
+        *given: Tensor,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
         max_context_len: int | None = None,
     ) -> Tensor:
-        caches = key_cache, value_cache
+        (key_cache, value_cache, block_tables, context_lens), caches = given, given[:2]
         if not has_numbers(context_lens) or not len(query):
-            found: Tensor = at_once(query, *caches, block_tables, context_lens, scale=scale, window=window)
+            found: Tensor = at_once(query, *given, scale=scale, window=window)
             return found
         lengths = context_lens.tolist()
         heads = query.reshape(len(query), kv_heads, group, -1)  # those that read the same keys are rows of one product
@@ -168,17 +164,13 @@ def load_each(facts: Facts) -> Callable[..., Any]:
 
     def run(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
+        *pages: Tensor,
         causal: bool = True,
         alibi_slopes: Tensor | None = None,
         tree_mask: Tensor | None = None,
         **scores: Any,
     ) -> Any:
+        key_cache, value_cache, block_tables, context_lens, cu_seqlens_q = pages
         lengths = [*zip(pairwise(cu_seqlens_q.tolist()), context_lens.tolist(), strict=True)]
 
         def sequences() -> Iterator[Slice]:
@@ -243,17 +235,13 @@ def load_cuda(facts: Facts) -> Callable[..., Any]:
 
     def run(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
+        *pages: Tensor,
         causal: bool = True,
         max_context_len: int | None = None,
         max_seqlen_q: int | None = None,
         **scores: Any,
     ) -> Any:
+        key_cache, value_cache, block_tables, context_lens, cu_seqlens_q = pages
         keys, values = gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
         batch, capacity = keys.shape[:2]
         starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * capacity

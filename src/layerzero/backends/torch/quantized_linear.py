@@ -55,14 +55,8 @@ def _load_widened(facts: Facts) -> Callable[..., Any]:
         """Rows whose numbers stay in the host's caches, where e4m3 is widened by its bits."""
         return (weight,) if whole else torch.split(weight, max(step, 1))
 
-    def run(
-        input: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        *,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None,
-    ) -> Tensor:
+    def run(*tensors: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None) -> Tensor:
+        input, weight, weight_scale = tensors
         dtype = out_dtype or input.dtype
         rows = input.to(dtype)
         # a scale's gradient is a sum over the whole weight: from parts in float16 it was 1.3 % off where they cancel
@@ -163,14 +157,9 @@ def _load_onednn(facts: Facts) -> Callable[..., Any]:
     zeros = torch.zeros(outputs, dtype=torch.int64)
 
     def run(
-        input: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        *,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None,
-        packed: PackedWeight,
+        *tensors: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None, packed: PackedWeight
     ) -> Tensor:
+        input, _, weight_scale = tensors
         codes, scale = quantized_rows(input.to(torch.float32), FORMATS["int8"])
         numbers = _in_rows(codes.add_(128), torch.uint8)
         scales = weight_scale.reshape(-1).expand(outputs).contiguous()

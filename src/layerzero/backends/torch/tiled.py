@@ -51,15 +51,9 @@ def load_three(facts: Facts, product: Callable[..., Tensor] | None = None) -> Ca
     linear = product or linear_for(facts)
 
     def apart(
-        input: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        v_weight: Tensor,
-        *,
-        q_bias: Tensor | None = None,
-        k_bias: Tensor | None = None,
-        v_bias: Tensor | None = None,
+        *tensors: Tensor, q_bias: Tensor | None = None, k_bias: Tensor | None = None, v_bias: Tensor | None = None
     ) -> Three:
+        input, q_weight, k_weight, v_weight = tensors
         return linear(input, q_weight, q_bias), linear(input, k_weight, k_bias), linear(input, v_weight, v_bias)
 
     def joined(input: Tensor, q_weight: Tensor, *, kv_features: int, q_bias: Tensor | None = None) -> Three:

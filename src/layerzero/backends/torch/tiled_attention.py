@@ -43,15 +43,8 @@ def tiles(facts: Facts) -> Attend:
     # float16 rounds what a mask adds: results were 24 times the tolerance off, with float32 0.4 (AMD EPYC, 2026-11-27)
     exact = torch.float64 if facts["dtype"] is torch.float64 else torch.float32
 
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        scale: float | None = None,
-        attn_mask: Tensor | None = None,
-    ) -> Tensor:
+    def attend(*tensors: Tensor, causal: bool, scale: float | None = None, attn_mask: Tensor | None = None) -> Tensor:
+        query, key, value = tensors
         batch, heads, queries, width = query.shape
         kv_heads, keys = key.shape[1:3]
         group = heads // kv_heads

@@ -146,14 +146,9 @@ def _load_kept(facts: Facts) -> Callable[..., Any]:
         return numbers, numbers.nbytes
 
     def run(
-        input: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        *,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None,
-        packed: PackedWeight,
+        *tensors: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None, packed: PackedWeight
     ) -> Tensor:
+        input, _, weight_scale = tensors
         output = functional.linear(input.to(dtype), packed.form(("torch.kept", dtype), pack)) * of_outputs(weight_scale)
         return (output if bias is None else output + bias).to(out_dtype or input.dtype)
 

@@ -149,18 +149,14 @@ def _load_marlin(facts: Facts, owner: str, pack: Callable[..., tuple[Form, int]]
         return pack(weight, dtype)
 
     def run(
-        input: Tensor,
-        gate_up_weight: Tensor,
-        down_weight: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        *,
+        *tensors: Tensor,
         packed_gate_up: PackedWeight,
         packed_down: PackedWeight,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
+        input, *_weights, expert_ids, expert_weights = tensors
         first, second = (each.form((owner, dtype), made) for each in (packed_gate_up, packed_down))
         tokens, top_k = expert_ids.shape
         ids, shares = (

@@ -80,17 +80,14 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
 
     def v2(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
+        *pages: Tensor,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
         softcap: float | None = None,
         return_lse: bool = False,
         max_context_len: int | None = None,
     ) -> Any:
+        key_cache, value_cache, block_tables, context_lens = pages
         left, right = window or (-1, -1)
         output, lse, *_ = operator(
             *(query.squeeze(1), key_cache, value_cache, None, starts, starts, context_lens, None, block_tables, None),
@@ -139,11 +136,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
 
     def v3(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
+        *pages: Tensor,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
         softcap: float | None = None,
@@ -151,6 +144,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
         max_context_len: int | None = None,
         step: StepMetadata | None = None,
     ) -> Any:
+        key_cache, value_cache, block_tables, context_lens = pages
         metadata = None
         if step is not None:
             # the bound that its schedule was made for; a plan that a capture was the first to need serves eager calls
@@ -195,16 +189,13 @@ def _load_cascade(facts: Facts, library: Callable[[], Forward]) -> Callable[...,
 
     def run(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *,
+        *pages: Tensor,
         shared_blocks: int,
         return_lse: bool = False,
         max_context_len: int | None = None,
         **given: Any,
     ) -> Any:
+        key_cache, value_cache, block_tables, context_lens = pages
         batch, blocks = block_tables.shape
         tokens, shared = query.squeeze(1), shared_blocks * page_size
         scores = scored(**given)

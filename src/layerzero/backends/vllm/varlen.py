@@ -142,17 +142,13 @@ def load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., A
     forward, scored = library(), acting(facts)
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        starts_q: Tensor,
-        starts_k: Tensor,
-        *,
+        *tensors: Tensor,
         return_lse: bool = False,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
         **given: Any,
     ) -> Any:
+        query, key, value, starts_q, starts_k = tensors
         keys = Keys(key, value, starts_k, None, None, longest_or(max_seqlen_k, len(key)))
         scores = scored(**given)
         output, lse = forward(query, starts_q, longest_or(max_seqlen_q, len(query)), keys, scores, None)
@@ -218,18 +214,14 @@ def load_paged(facts: Facts, library: Callable[[], Forward], split: bool) -> Cal
 
     def run(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        *,
+        *pages: Tensor,
         return_lse: bool = False,
         max_context_len: int | None = None,
         max_seqlen_q: int | None = None,
         decodes: int | None = None,
         **given: Any,
     ) -> Any:
+        key_cache, value_cache, block_tables, context_lens, cu_seqlens_q = pages
         scores = scored(**given)
         bound = longest_or(max_context_len, block_tables.shape[1] * page_size)
         longest = longest_or(max_seqlen_q, len(query))

@@ -262,14 +262,9 @@ def rope(rotate: Callable[..., object], *, in_place: bool) -> Callable[..., tupl
     dense = torch.contiguous_format
 
     def run(
-        query: Tensor,
-        key: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        interleaved: bool = False,
+        *tensors: Tensor, positions: Tensor | None = None, interleaved: bool = False
     ) -> tuple[Tensor, Tensor] | None:
+        query, key, cos, sin = tensors
         if in_place:
             rotate(query, key, cos, sin, positions, interleaved)
             increment_version((query, key))  # as libraries' operators should
