@@ -72,18 +72,9 @@ def _compiled(
     dtype = torch2cute_dtype_map[facts.tensors["input"].dtype]
     with torch.cuda.device(facts.device.index):  # it asks the current device for its generation
         compiled: Callable[..., None] = _compile_rmsnorm_fwd(
-            dtype,
-            dtype,
-            dtype if residual else None,
-            dtype if weight else None,
-            dtype if bias else None,
-            dtype if residual else None,
-            facts.size("hidden"),
-            False,  # no 1 / rms
-            False,  # no mean
-            centred,
-            False,  # one weight for all heads
-            0.0,
+            *(dtype, dtype, *(dtype if each else None for each in (residual, weight, bias, residual))),
+            *(facts.size("hidden"), False, False),  # no 1 / rms, no mean
+            *(centred, False, 0.0),  # one weight for all heads
         )
     return compiled
 

@@ -50,6 +50,7 @@ FLASHINFER = Backend(
 
 _NHD = 0  # TensorLayout.NHD
 _FULL, _CAUSAL, _CUSTOM = 0, 1, 2  # MaskMode
+_UNTURNED = 1.0, 1e4  # scale and theta of a rotation that is none
 _SCRATCH_BYTES = 32 * 2**20  # what its own wrappers give a single call for the parts of split keys
 _LN_2 = math.log(2.0)
 
@@ -94,24 +95,11 @@ def _load_single(backend: str, facts: Facts) -> Callable[..., Any]:
         output = query.new_empty((1, seq_q, heads, value_dim))
         lse = query.new_empty((seq_q, heads), dtype=torch.float32) if return_lse else None
         run(
-            query[0],
-            key[0],
-            value[0],
-            query.new_empty(scratch_bytes, dtype=torch.uint8),
-            output[0],
-            lse,
-            mode if attn_mask is None else _CUSTOM,
-            _NHD,
-            variant.left,
+            *(query[0], key[0], value[0], query.new_empty(scratch_bytes, dtype=torch.uint8), output[0], lse),
+            *(mode if attn_mask is None else _CUSTOM, _NHD, variant.left),
             None if attn_mask is None else _packed(attn_mask, 1, seq_q, seq_k),
-            None,  # ALiBi
-            variant.softcap,
-            variant.scale,
-            None,  # scales of q, k and v
-            None,
-            None,
-            1.0,  # rotary embedding, unused
-            1e4,
+            *(None, variant.softcap, variant.scale, None, None, None),  # ALiBi before, scales of q, k and v behind
+            *_UNTURNED,
         )
         return output if lse is None else (output, _natural(lse, 1))
 
@@ -133,35 +121,17 @@ def _load_batch(backend: str, facts: Facts) -> Callable[..., Any]:
     dependent_launch = overlaps(facts)
 
     def ragged(*tensors: Tensor, attn_mask: Tensor | None = None, return_lse: bool = False, **_: Any) -> Any:
-        query, key, value = tensors
+        query = tensors[0]
         output = query.new_empty((batch, seq_q, heads, value_dim))
         lse = query.new_empty((batch * seq_q, heads), dtype=torch.float32) if return_lse else None
         plan.module.ragged_run(
-            query.new_empty(plan.scratch_bytes, dtype=torch.uint8),
-            plan.integers,
-            plan.info,
-            query.flatten(0, 1),
-            key.flatten(0, 1),
-            value.flatten(0, 1),
-            plan.queries,
-            plan.keys,
-            output.view(-1, heads, value_dim),
-            lse,
-            mode if attn_mask is None else _CUSTOM,
-            _NHD,
-            variant.left,
-            dependent_launch,
-            None if attn_mask is None else _packed(attn_mask, batch, seq_q, seq_k),
-            None if attn_mask is None else plan.masks,
-            None,  # ALiBi
-            None,  # three lists for scoring many items at once
-            None,
-            None,
-            variant.softcap,
-            variant.scale,
-            1.0,  # rotary embedding, unused
-            1e4,
-            0,
+            *(query.new_empty(plan.scratch_bytes, dtype=torch.uint8), plan.integers, plan.info),
+            *(each.flatten(0, 1) for each in tensors),
+            *(plan.queries, plan.keys, output.view(-1, heads, value_dim), lse),
+            *(mode if attn_mask is None else _CUSTOM, _NHD, variant.left, dependent_launch),
+            *((None, None) if attn_mask is None else (_packed(attn_mask, batch, seq_q, seq_k), plan.masks)),
+            *(None,) * 4,  # ALiBi, and three lists for scoring many items at once
+            *(variant.softcap, variant.scale, *_UNTURNED, 0),
         )
         return output if lse is None else (output, _natural(lse, batch))
 
@@ -179,19 +149,9 @@ def _load_decode(facts: Facts) -> Callable[..., Any]:
         output = query.new_empty((1, 1, heads, value_dim))
         lse = query.new_empty((1, heads), dtype=torch.float32) if return_lse else None
         run(
-            query[0, 0],
-            key[0],
-            value[0],
-            query.new_empty(_SCRATCH_BYTES, dtype=torch.uint8),
-            output[0, 0],
-            None if lse is None else lse[0],
-            None,  # ALiBi
-            _NHD,
-            variant.left,
-            variant.softcap,
-            variant.scale,
-            1.0,  # rotary embedding, unused
-            1e4,
+            *(query[0, 0], key[0], value[0], query.new_empty(_SCRATCH_BYTES, dtype=torch.uint8), output[0, 0]),
+            *(None if lse is None else lse[0], None),  # ALiBi
+            *(_NHD, variant.left, variant.softcap, variant.scale, *_UNTURNED),
         )
         return output if lse is None else (output, _natural(lse, 1))
 

@@ -173,27 +173,11 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
         if known[0] != batch or known[1] != seq_k:
             last = known = batch, seq_k, lengths(where, batch, seq_k, capturing=capturing)
         output, lse, *_ = operator(
-            query,
-            key,
-            value,
-            *(None,) * 8,  # new keys and values, q_v, out, three cumulative lengths, seqused_q
-            known[2],
-            *nothing,
-            *unscaled,
-            default_scale if scale is None else scale,
-            causal,
-            left,
-            right,
-            softcap or 0.0,
-            True,  # rotary_interleaved, without rotary
-            None,  # scheduler_metadata
-            0,  # num_splits: the library's choice
-            None,  # pack_gqa: the library's choice
-            0,  # sm_margin
-            sinks,
-            1,  # context parallel world size and rank, and its lengths
-            0,
-            None,
+            *(query, key, value, *(None,) * 8),  # new keys and values, q_v, out, three cumulative lengths, seqused_q
+            *(known[2], *nothing, *unscaled, default_scale if scale is None else scale, causal, left, right),
+            *(softcap or 0.0, True, None),  # rotary_interleaved, without rotary; scheduler_metadata
+            *(0, None, 0),  # num_splits and pack_gqa: the library's choice; sm_margin
+            *(sinks, 1, 0, None),  # context parallel world size and rank, and its lengths
         )
         return with_lse_of_sinks(output, lse, sinks) if return_lse else output
 
@@ -219,22 +203,12 @@ def _load_v2(facts: Facts) -> Callable[..., Any]:
     ) -> Any:
         left, right = window or (-1, -1)
         output, lse = operator(
-            query,
-            key,
-            value,
-            None,  # new keys and values
-            None,
+            *(query, key, value, None, None),  # new keys and values
             None if kv_lens is None else kv_lens.to(torch.int32),
             *(None,) * 5,  # rotary cosine and sine, batch index, left padding, block table
-            None if alibi_slopes is None else alibi_slopes.float(),
-            None,  # out
-            default_scale if scale is None else scale,
-            causal,
-            left,
-            right,
-            softcap or 0.0,
-            False,  # rotary_interleaved
-            0,  # num_splits: the library's choice
+            *(None if alibi_slopes is None else alibi_slopes.float(), None),  # out
+            *(default_scale if scale is None else scale, causal, left, right, softcap or 0.0),
+            *(False, 0),  # rotary_interleaved; num_splits: the library's choice
         )
         return with_lse(output, lse) if return_lse else output
 
