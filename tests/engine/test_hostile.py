@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -318,6 +319,39 @@ def test_scopes_with_ever_new_settings_do_not_pile_up():
 def test_errors_survive_pickling(error):
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.__dict__) == (type(error), str(error), error.__dict__)
+
+
+TWINS = [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
+
+
+@pytest.mark.parametrize("again", TWINS)
+def test_reports_and_facts_are_values_that_can_be_copied(again):
+    report = lz.explain(lz.rms_norm, X, W)
+    assert again(report) == report
+    assert again(report.facts) == report.facts
+    bound = lz.bind(lz.rms_norm, X, W)
+    with pytest.raises(lz.InvalidCallError, match=r"bound function .*, got a copy or a pickle.*call lz.bind again"):
+        again(bound)
+
+
+@pytest.mark.parametrize("again", TWINS)
+def test_a_handle_is_copied_without_what_kernels_keep_on_it(again):
+    tables, lens = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    pages, query = torch.randn(2, 2, 4, 2, 8), torch.randn(1, 1, 2, 8)
+    for make, given in (
+        (lz.StepMetadata, (tables, lens)),
+        (lz.RaggedMetadata, (lens,) * 2),
+        (lz.BlockPattern, (lens,) * 2),
+    ):
+        handle = make(*given)
+        handle.slot("a kernel", lambda _: object())
+        twin = again(handle)
+        assert (type(twin), twin.kind, twin._slots, twin.is_stale) == (type(handle), handle.kind, {}, False)
+        lens.add_(0)
+        assert again(handle).is_stale
+    step = again(lz.StepMetadata(tables, lens))
+    found = lz.paged_attention(query, *pages, step.block_tables, step.context_lens, step=step)
+    torch.testing.assert_close(found, lz.paged_attention(query, *pages, tables, lens))
 
 
 def test_normalized_shape_may_be_a_number_everywhere():

@@ -8,7 +8,7 @@ call, so that a handle of other tensors, or of tensors that were written into si
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,11 +61,25 @@ class Handle:
         self._tensors = tensors
         self._versions = self._current_versions()
         self.kind = kind
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know nothing yet, and keep nothing."""
         self.looked_at: set[tuple[object, ...]] = (
-            _Forgotten() if any(each.is_inference() for each in tensors) else set()
+            _Forgotten() if any(each.is_inference() for each in self._tensors) else set()
         )
         self._slots: dict[Hashable, Slot] = {}
         self._lock = forking.rlock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle begins with: all but what kernels keep here, which they make anew for it."""
+        state = {name: each for name, each in self.__dict__.items() if name not in ("looked_at", "_slots", "_lock")}
+        return state | {"_versions": self._versions if self.is_stale else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+        self._versions = self._current_versions() if self._versions is None else (-1,) * len(self._tensors)
 
     def _current_versions(self) -> tuple[int, ...]:
         """How often torch wrote into the tensors; those of inference mode do not count."""

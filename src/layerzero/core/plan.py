@@ -163,6 +163,11 @@ class Report(msgspec.Struct, frozen=True):
     timed: bool = False
     equal: tuple[str, ...] = ()
 
+    def __reduce__(self) -> Any:
+        """What is left to judge is judged first: what judges it is no value."""
+        self.candidates  # noqa: B018
+        return super().__reduce__()
+
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """Every candidate, the chosen first, then by score, then the refused; first of all those that a lock wants.

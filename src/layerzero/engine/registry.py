@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -353,3 +354,15 @@ class Registry:
 
 REGISTRY = Registry(before_use=SERVICES.update_descriptors)
 """The registry of this process."""
+
+
+def _operation(name: str) -> Operation:
+    return REGISTRY.operation(name)
+
+
+def _kernel(kernel_id: str) -> Kernel:
+    return REGISTRY.kernel(kernel_id)
+
+
+copyreg.pickle(Operation, lambda each: (_operation, (each.name,)))  # declarations hold functions without a name
+copyreg.pickle(Kernel, lambda each: (_kernel, (each.id,)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 
@@ -28,6 +29,16 @@ from layerzero.ops import DROP_INS, plain_function_of
 
 _OF_TENSOR = ("shape", "strides", "dtype", "device", "address modulo 16", "requires_grad")
 _OF_STATE = ("gradients are wanted", "deterministic algorithms", "autocast")
+
+
+def _stays(bound: Any, _protocol: SupportsIndex = 0) -> NoReturn:
+    """What copy and pickle ask for. Raises: InvalidCallError."""
+    problem = f"wanted a bound function as lz.bind made it, got a copy or a pickle of {bound!r}; call lz.bind again"
+    raise InvalidCallError("lz.bind", [problem])
+
+
+if accelerator.HOT is not None:
+    copyreg.pickle(accelerator.HOT.Bound, _stays)
 
 
 class _InForce(NamedTuple):
@@ -77,6 +88,8 @@ class BoundFunction:
     def report(self) -> Report:
         """Why this kernel: every candidate with its score or a reason."""
         return self.plan.report
+
+    __reduce_ex__ = _stays
 
     def __repr__(self) -> str:
         guard = "" if self.guard else ", guard=False"
@@ -315,6 +328,8 @@ class PlainBound:
     def report(self) -> Report:
         """Why this kernel: every candidate with its score or a reason."""
         return self.plan.report
+
+    __reduce_ex__ = _stays
 
     def __repr__(self) -> str:
         guard = "" if self.guard else ", guard=False"

@@ -295,6 +295,10 @@ class LateCount:
         self._arrived: torch.cuda.Event | None = None
         self._is_sent = self._is_newer = False
 
+    def __reduce__(self) -> tuple[type[LateCount], tuple[()]]:
+        """A copy has counted nothing yet: the event of a copy on its way is this process's."""
+        return LateCount, ()
+
     def add(self, wrong: Tensor | int) -> None:
         """Count what is wrong: a number, or a tensor of bool where it lies."""
         if isinstance(wrong, int):
