@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -52,3 +53,30 @@ def test_bench_measures_with_the_parameters_that_it_is_given(shapes):
     found = json.loads(result.stdout)["calls"]
     assert found
     assert {each["call"]["approximate"] for each in found} == {"tanh"}
+
+
+@pytest.mark.parametrize("name", ["nope", "["])
+@pytest.mark.parametrize("line", [
+    "perfdb show --kernel", "perfdb show --operation", "perfdb export FILE --kernel", "perfdb export FILE --operation",
+    "perfdb prune --kernel", "perfdb prune --operation", "kernels", "kernels --backend", "vet rms_norm --backend",
+    "vet rms_norm --kernel", "tune rms_norm --without", "bench rms_norm --kernel", "bench rms_norm --without",
+    "libraries --torch", "which rms_norm --shape 2x8 --without", "doctor --for", "ready --for",
+])  # fmt: skip
+def test_a_name_that_names_nothing_is_an_error(line, name, tmp_path):
+    file = tmp_path / "times.jsonl"
+    result = layerzero(*line.replace("FILE", str(file)).split(), name)
+    assert (result.exit_code, type(result.exception), file.exists()) == (2, SystemExit, False), result.output
+    assert repr(name) in result.stderr or f"none of {name};" in result.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that opens and cannot be read")
+@pytest.mark.parametrize("line", [
+    "perfdb import", "perfdb diff", "perfdb merge", "config check", "descriptor check", "plan show",
+    "tune rms_norm --manifest", "bench rms_norm --manifest", "vet --manifest",
+    "solve --bucket seq_len=8 --out plan.json",
+])  # fmt: skip
+@pytest.mark.parametrize("file", ["/proc/self/mem", "/", "/proc/self/exe", "nowhere"])
+def test_a_file_that_cannot_be_read_is_an_error(line, file):
+    result = layerzero(*line.split(), file)
+    assert (result.exit_code, type(result.exception)) in ((1, SystemExit), (2, SystemExit)), result.output
+    assert file in result.output

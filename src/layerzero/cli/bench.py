@@ -80,6 +80,7 @@ def _compared_plain(flags: BenchFlags, deadline: Deadline) -> Compared:
         raise ValueError(f"--timed: wanted call for an operation without tensors, got {flags.timed!r}")
     refuse_tensors("bench", flags.operation, flags)
     listing.kernels_exist(flags.kernel)
+    listing.kernels_exist(flags.without, "--without")
     jobs = plain_jobs(flags.operation, plain_params(flags.param, flags.operation))
     with live(quiet=flags.json) as screen:
         return bench_plain(
@@ -90,6 +91,7 @@ def _compared_plain(flags: BenchFlags, deadline: Deadline) -> Compared:
 
 def _compared(flags: BenchFlags, deadline: Deadline) -> Compared:
     listing.kernels_exist(flags.kernel)
+    listing.kernels_exist(flags.without, "--without")
     target = torch.device(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     times = timed_of(flags.timed, target)
     dtypes: Sequence[str] = dtypes_of(flags.dtypes, target)

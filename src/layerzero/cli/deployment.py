@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from packaging.version import InvalidVersion, Version
 
 from layerzero.cli.calls import AsJson
 from layerzero.cli.output import FINE, NO, Answer, examples, say
@@ -30,6 +31,10 @@ def libraries(
     from layerzero.cli.question import device_of
     from layerzero.inspection.model_sets import together
 
+    try:
+        Version(torch_version or "2")
+    except InvalidVersion:
+        raise ValueError(f"--torch: wanted a version like 2.11.0, got {torch_version!r}") from None
     found = together(asked_for or (), device_of(device), torch_version)
     return Answer(found.to_dict(), found.lines, FINE if found.libraries else NO)
 

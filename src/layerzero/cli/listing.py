@@ -128,14 +128,14 @@ def _wrong_descriptors(policy: Policy) -> Iterator[str]:
             yield from (f"descriptors: {path}: {problem}" for problem in error.problems)
 
 
-def kernels_exist(patterns: Iterable[str]) -> None:
+def kernels_exist(patterns: Iterable[str], option: str = "--kernel") -> None:
     """Refuse a pattern that names no kernel. Raises: ValueError with the nearest name."""
     kernels = REGISTRY.kernels()
     for pattern in patterns:
         if not any(names_kernel(pattern, kernel) for kernel in kernels):
             known = sorted({name for kernel in kernels for name in (kernel.id, kernel.source)})
             wanted = f"wanted a library or kernel, got {pattern!r}, which names none here{nearest(pattern, known)}"
-            raise ValueError(f"--kernel: {wanted}")
+            raise ValueError(f"{option}: {wanted}")
 
 
 def effective(settings: Mapping[str, tuple[Any, str]]) -> Iterator[RenderableType]:

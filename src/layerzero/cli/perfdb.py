@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import itertools
 import os
 from collections.abc import Iterator
@@ -55,8 +56,7 @@ def show(
     import_modules(module or [])
     database = database_here()
     holds = archive.here()
-    with readable(database):
-        found = list(archive.matching(archive.rows(database), kernel=kernel, operation=operation))
+    found = named(database, kernel, operation)
     if here:
         found = [each for each in found if holds(each)]
     most = _MOST if limit is None else limit
@@ -81,7 +81,8 @@ def show(
         return [*database.notes(), *head, *table]
 
     as_asked = not shown or (kernel, operation, limit, everything) != ("*", "*", None, False)
-    return Answer(data, rows, folded=None if as_asked else by_operation)
+    code = FINE if found or (kernel, operation) == ("*", "*") else NO
+    return Answer(data, rows, code, None if as_asked else by_operation)
 
 
 @perfdb.command("prune", **examples("perfdb prune --stale", "perfdb prune --older-than 90 --dry-run"))
@@ -112,12 +113,9 @@ def prune(
     import_modules(module or [])
     before = "" if older_than is None else (datetime.now(UTC) - timedelta(days=older_than)).isoformat()
     database = database_here()
-    holds = archive.here()
-    with readable(database):
-        found = archive.matching(
-            archive.rows(database), kernel=kernel, operation=operation, before=before, imported=imported
-        )
-        gone = [each for each in found if not (stale and holds(each))]
+    holds, times = archive.here(), named(database, kernel, operation)
+    found = archive.matching(times, before=before, imported=imported)
+    gone = [each for each in found if not (stale and holds(each))]
     kept = [each for each in gone if stale and not unknown and not archive.registered(each)]
     if kept:
         gone = [each for each in gone if archive.registered(each)]
@@ -188,6 +186,24 @@ def database_here() -> Database:
     """Their database."""
     database: Database = store_here().database
     return database
+
+
+def named(database: Database, kernel: str, operation: str) -> list[Row]:
+    """The rows that globs name. Raises: ValueError for a glob that names nothing, here or in a row."""
+    from layerzero.engine.registry import REGISTRY
+    from layerzero.engine.settings import nearest
+    from layerzero.tuning.storage import archive
+
+    with readable(database):
+        rows = list(archive.rows(database))
+    found = list(archive.matching(rows, kernel=kernel, operation=operation))
+    kernels = {each.kernel for each in rows}.union(each.id for each in REGISTRY.kernels())
+    operations = {each.facts.get("operation", "") for each in rows}.union(REGISTRY.operations())
+    for option, glob, known in (("--kernel", kernel, kernels), ("--operation", operation, operations)):
+        if not found and not fnmatch.filter(known, glob):
+            got = f"got {glob!r}, which is none here{nearest(glob, known)}; `layerzero {option[2:]}s` lists them"
+            raise ValueError(f"{option}: wanted a name or a glob of some, {got}")
+    return found
 
 
 @contextlib.contextmanager

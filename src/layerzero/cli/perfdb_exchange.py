@@ -11,7 +11,7 @@ import typer
 
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
-from layerzero.cli.perfdb import KernelGlob, OnlyHere, OperationGlob, database_here, readable, store_here
+from layerzero.cli.perfdb import KernelGlob, OnlyHere, OperationGlob, database_here, named, readable, store_here
 
 if TYPE_CHECKING:
     from layerzero.tuning.storage.machine_exchange import Finding, PassedBuild
@@ -44,9 +44,7 @@ def export(
     import_modules(module or [])
     database = database_here()
     holds = archive.here() if here or prior else None
-    with readable(database):
-        found = archive.matching(archive.rows(database), kernel=kernel, operation=operation)
-        kept = [each for each in found if holds is None or holds(each)]
+    kept = [each for each in named(database, kernel, operation) if holds is None or holds(each)]
     if prior:
         table = table_of(kept, "layerzero perfdb export --prior")
         count = sum(len(case.times_us) for family in table.families for case in family.cases)
@@ -194,6 +192,8 @@ def _exported(file: Path) -> tuple[list[Row], list[Finding], list[PassedBuild]] 
     _exists(file)
     try:
         return archive.read_export(file)
+    except OSError as error:
+        raise ValueError(f"{file}: wanted a file that can be read, got: {error.strerror or error}") from error
     except archive.BadFileError as error:
         problems, data = error.problems, {"file": str(file), "valid": False, "problems": error.problems}
         return Answer(data, lambda: [f"{file}: {problem}" for problem in problems], NO)

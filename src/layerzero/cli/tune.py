@@ -10,6 +10,7 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
+from layerzero.cli import listing
 from layerzero.cli.calls import TuneFlags
 from layerzero.cli.flags import covers_plain, left_of, params_of, plain_params, refuse_tensors, shapes_of, with_threads
 from layerzero.cli.output import FINE, NO, Answer, Live, live
@@ -35,6 +36,7 @@ def answer(flags: TuneFlags) -> Answer:
     """Measure; exit with 1 if nothing was measured or known."""
     if flags.shapes and flags.cases:
         raise ValueError("--cases: wanted either --shapes or --cases, got both")
+    listing.kernels_exist(flags.without, "--without")
     usual = torch.get_num_threads()
     with with_threads(flags.threads), live(quiet=flags.json) as screen:
         tuned = (_tuned_plain if covers_plain(flags.operation) else _tuned)(flags, screen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import hashlib
@@ -238,16 +239,16 @@ def _copied(file: Path, copy: Path) -> str:
     """Copy a database as of one moment, whatever writes it meanwhile; return what prevents that."""
     problem = ""
     for mode in ("ro", "ro&immutable=1"):  # the second for a medium on which nothing can be written
-        source, target = sqlite3.connect(f"file:{quote(str(file))}?mode={mode}", uri=True), sqlite3.connect(copy)
         try:
-            source.backup(target)
+            with (
+                contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?mode={mode}", uri=True)) as source,
+                contextlib.closing(sqlite3.connect(copy)) as target,
+            ):
+                source.backup(target)
         except sqlite3.Error as error:
             problem = problem or str(error)
         else:
             return ""
-        finally:
-            source.close()
-            target.close()
     return problem
 
 
