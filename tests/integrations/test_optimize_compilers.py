@@ -123,3 +123,17 @@ def test_settings_reach_what_was_compiled_before():
     with lz.scope(deny=["onnxruntime"]):
         assert not engine.serves([ids, mask])
     assert engine.serves([ids, mask])
+
+
+def test_an_operator_that_a_compiler_does_not_know_leaves_no_graph_on_the_screen(capfd):
+    (compiler,) = (each for each in COMPILERS if each.name == "onnxruntime")
+    if compiler.missing:
+        pytest.skip(f"needs {compiler.missing}")
+
+    class Unknown(nn.Linear):
+        def forward(self, x):
+            return torch.special.i0(super().forward(x))
+
+    with pytest.raises(Exception, match="aten::i0"):
+        compiled_calls._engine(compiled_calls.Call((torch.ones(4, 8),), {}, False), Unknown(8, 8).eval(), compiler)
+    assert capfd.readouterr().out == ""

@@ -23,6 +23,7 @@ from torch.nn import Module
 
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.system import forking
+from layerzero.integrations.optimize.swaps.candidate import watching
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Tensors of a call to tensors of its result."""
@@ -87,7 +88,9 @@ def _onnxruntime(module: Module, example: Sequence[Tensor]) -> Run | str:
 
     made = io.BytesIO()
     names = [f"input_{number}" for number in range(len(example))]
-    with _silent(), torch.no_grad():
+    # torch's exporter turns its log on, and on an operator that it does not know it writes the whole graph to stdout
+    quietly = watching([module], lambda *_: torch._C._jit_set_onnx_log_enabled(False))
+    with _silent(), torch.no_grad(), quietly:
         torch.onnx.export(module, tuple(example), made, dynamo=False, input_names=names, opset_version=18)  # type: ignore[arg-type]
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
