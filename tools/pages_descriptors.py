@@ -48,6 +48,17 @@ BUILD = """\
 A plugin may ship a descriptor beside its load functions:
 
 ```python
+from pathlib import Path
+
+import layerzero as lz
+
+
+def load_attention(facts):
+    import mine
+
+    return mine.attention
+
+
 KERNELS = lz.kernels_from_descriptor(Path(__file__).with_name("kernels.json"), {"mine.attention": load_attention})
 ```
 

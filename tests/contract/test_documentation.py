@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import importlib.metadata
 import importlib.util
@@ -319,6 +320,18 @@ def test_files_that_a_page_names_exist():
     }
     named = {each for name in names for each in re.findall(r"`((?:\w+/)+\w+\.(?:py|txt|c))`", page(name))}
     assert {each for each in named if not any(f"/{file}".endswith(f"/{each}") for file in files)} == set()
+
+
+def test_names_in_the_code_of_a_page_are_imported_or_made_there():
+    for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+        known = {*dir(builtins), "__file__", "model", "ids", "prompt"}  # the reader's
+        for block in blocks("python", path.read_text()):
+            nodes = list(ast.walk(ast.parse(block)))
+            known |= {(each.asname or each.name).partition(".")[0] for each in nodes if isinstance(each, ast.alias)}
+            known |= {each.name for each in nodes if isinstance(each, (ast.FunctionDef, ast.ClassDef))}
+            known |= {each.arg for each in nodes if isinstance(each, ast.arg)}
+            known |= {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+            assert {each.id for each in nodes if isinstance(each, ast.Name)} <= known, (path, block)
 
 
 def test_names_that_a_page_says_are_public_exist():
