@@ -10,7 +10,6 @@ torch's activations, called below ``torch.nn.functional``, and what it has no op
 An expression rounds the activation before it multiplies. Where no gradient is recorded the product is written over the
 activation: 0.9 of the time for 512 x 2816, as long for a few rows (AMD EPYC, CPU time of one thread, torch 2.13.0,
 2026-11-22). gpt-oss's gate has four roundings in a row: half precision computes it in float32.
-Library: torch >= 2.10, BSD-3-Clause.
 
 Narrow numbers and their scales as torch expressions: a pass each for the largest value, the quotient, the rounding.
 

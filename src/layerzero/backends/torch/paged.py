@@ -1,13 +1,11 @@
 """PyTorch's own ways with a paged cache: gather the pages and attend with SDPA, copy new tokens by index.
 
-Gathering moves every key and value once more than a kernel that follows the block table does (434 us against 143 for
-64 sequences of 2048 tokens, bfloat16, H200, torch 2.11, 2026-11-21); it is what is left where no such kernel is.
+Gathering moves every key and value once more than a kernel that follows the block table does (434 us against 143 for 64
+sequences of 2048 tokens, bfloat16, H200, torch 2.11, 2026-11-21); it is what is left where no such kernel is.
 
-PyTorch's own ways with several queries a sequence over a paged cache: gather the pages, then attend.
-
-One sequence after the other, so that nothing is padded; a device is waited for once. On NVIDIA from sm 8.0 on all pages
-of the table at once for torch's FlashAttention 2, which reads each sequence as far as its length says. Both move every
-key and value once more than a kernel that follows the block table does.
+Several queries a sequence: one sequence after the other, so that nothing is padded; a device is waited for once. On
+NVIDIA from sm 8.0 on all pages of the table at once for torch's FlashAttention 2, which reads each sequence as far as
+its length says. Both move every key and value once more than a kernel that follows the block table does.
 Library: torch >= 2.10, BSD-3-Clause.
 """
 

@@ -116,14 +116,8 @@ def _behind(
 def _of_rows(multiply: Callable[[Tensor, Tensor], Tensor], of: Format, wide: torch.dtype) -> Callable[..., Tensor]:
     """A product of quantized rows and the codes of a weight; rounding lets no gradient through."""
 
-    def run(
-        input: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        *,
-        bias: Tensor | None = None,
-        out_dtype: torch.dtype | None,
-    ) -> Tensor:
+    def run(*tensors: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None) -> Tensor:
+        input, weight, weight_scale = tensors
         codes, scale = quantized_rows(input.detach().to(wide), of)
         return _behind(multiply(codes, weight), scale, weight_scale, bias, out_dtype or input.dtype)
 

@@ -14,12 +14,9 @@ has it on Hopper, gave a row of a block of 1,024 and 2,816 features other bits a
 
 For ranks that share a product, its sum is a tree, too: blocks of a fixed length are multiplied, halves of the sum are
 added up, and so are halves of these. A rank that has half of the inputs has a branch, whatever the number of ranks.
-Library: torch >= 2.10, BSD-3-Clause.
 
-Queries, keys and values of torch's products: three products, or one whose parts are the results.
-
-Each is there for three weights and for a joined one. Joining three weights copies them, which only many rows repay;
-three products with parts of a joined weight give dense results, and cost two launches more.
+Queries, keys and values are three products, or one whose parts are the results. Joining three weights copies them,
+which only many rows repay; three products with parts of a joined weight give dense results, and cost two launches more.
 On the CPU the same of oneDNN with packed weights.
 Library: torch >= 2.10, BSD-3-Clause; oneDNN 3, Apache-2.0.
 """

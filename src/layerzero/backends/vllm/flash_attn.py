@@ -11,7 +11,6 @@ library, as vLLM does. It writes the schedule of a call into memory that it allo
 hold a counter that two streams must not share. FlashAttention 2 has no plain forward in this build, but its cache
 operator is one when nothing is appended; it splits keys for decode as well, and reads device lengths. Neither build has
 dropout or a backward pass.
-Library: vllm 0.20, Apache-2.0; FlashAttention BSD-3-Clause.
 
 vLLM's FlashMLA over a paged latent cache.
 
@@ -21,7 +20,7 @@ step shares nothing: what a graph replays follows the lengths that are there the
 latent query with the rotated one (``q_v``), is left out: rows of a page beyond a sequence's length count 0 times their
 value there, so a NaN in unwritten memory becomes the result (seen with vllm 0.20.0 on an H200, 2026-11-23: 72 of 96
 calls whose pages held NaN there). Argument orders are those of flash_mla_interface.py in vllm 0.20.0.
-Library: vllm 0.20, Apache-2.0; FlashMLA, MIT.
+Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause; FlashMLA, MIT.
 """
 
 from __future__ import annotations
