@@ -196,7 +196,7 @@ QUANTIZED: Operation = operation(
         _case("small_zeros", 9, (4, 64, 32, 2), formats="awq:bits=4,group=32,zeros=stored"),
         _case("small_permuted", 5, (3, 64, 32, 2), formats="gptq:bits=4,group=32,zeros=stored,permuted=True"),
         _case("small_int8", 9, (4, 64, 64, 2), formats="compressed-tensors:bits=8"),
-        _case("small_fp8", 9, (4, 64, 32, 2), "gate_up_bias", formats="fp8"),
+        _case("small_fp8", 9, (4, 64, 64, 2), "gate_up_bias", formats="fp8"),
         _case("small_blocks", 9, (4, 64, 32, 2), formats="fp8:group=32,rows=32"),
         _case(
             "small_mxfp4",
