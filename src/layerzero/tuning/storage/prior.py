@@ -151,7 +151,7 @@ class Priors:
         return {}
 
     def lack(self, facts: Facts) -> bool:
-        """Whether nothing is known of such calls, however their tensors lie; asked at every miss."""
+        """Whether nothing is known of such calls, however their tensors lie; every miss reads it."""
         if not self._families:
             return True
         kind = facts.operation.name, facts.sizeless()
