@@ -13,6 +13,7 @@ their order alone counts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -306,6 +307,7 @@ def _same_major(kernel: Kernel, table: Table, device: Device, libraries: Librari
     return _major(then) == _major(version)
 
 
+@functools.cache
 def _major(version: str) -> tuple[int, ...]:
     """What a library promises to keep: the first number, and the second below 1.0."""
     try:
