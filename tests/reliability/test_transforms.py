@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 import layerzero as lz
 from drawing import at_once
@@ -169,6 +173,22 @@ def test_what_was_made_in_inference_mode_is_not_written_into_outside_of_it(name)
         made = {each: call.arguments[each].clone() for each in FUNCTIONS[name].mutates}
     with pytest.raises(lz.InvalidCallError, match="got one made in inference mode"):
         getattr(lz, name)(**call.arguments | made)
+
+
+@at_once("name", sorted(name for name, each in FUNCTIONS.items() if each.mutates and "quantized" not in name))
+def test_negated_views_are_written_in_modes_as_everywhere(name):
+    """Of several of them torch's own fallback makes errors, and of one that nothing is returned for."""
+    arguments = random_call(5, 1, function=name, dtype=torch.float32).arguments
+    found = []
+    for view, mode in ((lambda x: x, contextlib.nullcontext()), (torch._neg_view, FlopCounterMode(display=False))):
+        call = {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in arguments.items()}
+        call |= {key: view(view(call[key]).clone()) for key in FUNCTIONS[name].mutates}
+        with mode:
+            getattr(lz, name)(**call)
+        found.append([call[key].resolve_neg() for key in FUNCTIONS[name].mutates])
+    torch.testing.assert_close(*found)
+    with FakeTensorMode() as mode:
+        getattr(lz, name)(**pytree.tree_map_only(torch.Tensor, mode.from_tensor, call))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own jvp

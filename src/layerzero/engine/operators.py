@@ -84,9 +84,26 @@ def _register(function: Function, name: str, schema: TorchSchema, library: torch
     library.define(name + schema.signature, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     library.impl(name, _eager(function, schema), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"layerzero::{name}", _fake(function, schema), lib=library)
-    if not function.mutates:
+    if function.mutates:
+        library.impl(name, _negated(function, name, schema), "Negative")  # type: ignore[no-untyped-call]
+    else:
         backward, setup = _gradients(function, schema)
         torch.library.register_autograd(f"layerzero::{name}", backward, setup_context=setup, lib=library)
+
+
+def _negated(function: Function, name: str, schema: TorchSchema) -> Callable[..., Any]:
+    """The call on plain copies, which are copied back: torch's fallback for negated views takes one that is written."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(schema.order, args, strict=False)) | kwargs
+        plain = {key: each.resolve_neg() if isinstance(each, torch.Tensor) else each for key, each in given.items()}
+        result = getattr(torch.ops.layerzero, name)(**plain)
+        for key in function.mutates:
+            if plain.get(key) is not given.get(key):
+                given[key].copy_(plain[key])
+        return result
+
+    return call
 
 
 def _random(function: Function) -> dict[str, object]:
