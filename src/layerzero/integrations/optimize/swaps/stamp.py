@@ -288,7 +288,8 @@ def _names_of(modules: list[Module]) -> Iterator[tuple[Any, str]]:
             found[id(space), name] = space, name
     for module in modules:
         names = code_of(type(module))[0]
-        for space, name in _named_in(names, [vars(each) for each in vars(module).values() if _is_object(each)]):
+        held = [each for name, each in vars(module).items() if not name.startswith(_BESIDE)]
+        for space, name in _named_in(names, [vars(each) for each in held if _is_object(each)]):
             if not name.startswith("_attn_implementation"):  # which is read by itself
                 found[id(space), name] = space, name
     yield from found.values()
