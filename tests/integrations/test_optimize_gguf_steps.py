@@ -256,7 +256,7 @@ def test_weights_written_before_settings_change_are_followed(runs):
 
 def test_weights_that_ggml_cannot_read_run_the_models_own_code(runs):
     model = llama()
-    optimised(model)
+    report = optimised(model)
     wanted, norm = own(model, prompted(model)), model.model.layers[0].input_layernorm
     old = StorageWeakRef(norm.weight.untyped_storage())
     norm.weight = nn.Parameter(torch.stack((norm.weight, norm.weight), 1)[:, 0], requires_grad=False)
@@ -264,6 +264,7 @@ def test_weights_that_ggml_cannot_read_run_the_models_own_code(runs):
     assert off(stepped(model, prompted(model)), wanted) < 1e-5
     assert not runs
     assert old.expired()
+    assert "3 steps ran as they are: ggml reads other weights, weight of LlamaRMSNorm: wanted a contig" in str(report)
 
 
 def test_a_step_reads_weights_to_its_end_that_another_thread_exchanges(monkeypatch):

@@ -227,3 +227,13 @@ def test_two_models_in_eight_threads_one_undone_meanwhile() -> None:
     assert {name: id(value) for name, value in vars(nn.functional).items()} == before
     assert {kind: kind.forward for kind in forwards} == forwards
     assert torch.equal(output(first, tokens()), expected)
+
+
+def test_modules_whose_proof_is_over_are_told() -> None:
+    model = made()
+    report = lz.optimize(model)
+    assert report.replaced
+    assert "run their own code now" not in str(report)
+    for each in model.modules():
+        each.another = True
+    assert f"{len(report.states)} run their own code now: what their proof rests on changed" in str(report)

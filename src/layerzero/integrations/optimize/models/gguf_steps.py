@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ class GgufSteps(State):
 
     Attributes:
         output: the class of what the stack gives.
+        left: how many steps ran the stack's own code since ggml could not read its weights, by why.
     """
 
     output: Callable[..., Any]
@@ -79,7 +81,8 @@ class GgufSteps(State):
         super().__init__()
         self._stack, self._here, self._chosen = stack, threading.local(), _UNASKED
         self._read: _Reading | None = _Reading(stack)
-        self._is_over = False
+        self.left: Counter[str] = Counter()
+        self._over = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         if id(self._stack) not in memo:
@@ -103,14 +106,16 @@ class GgufSteps(State):
     def _reading(self) -> _Reading | None:
         """Where the weights lie, looked at anew where they moved; None once ggml did not compute them."""
         read = self._read
-        if self._is_over or (read is not None and read.lies_still()):
-            return None if self._is_over else read
+        if self._over:
+            self.left[self._over] += 1
+        if self._over or (read is not None and read.lies_still()):
+            return None if self._over else read
         try:
             self._chosen = _UNASKED
             self._read = read = _Reading(self._stack)
-        except _UnlikeError:  # to look costs more than a step gains
-            self._is_over, self._read = True, None
-            return None
+        except _UnlikeError as error:  # to look costs more than a step gains
+            self._over, self._read = f"ggml reads other weights, {error}", None
+            return self._reading()
         return read
 
     def step(self, named: Mapping[str, Any]) -> Any:
