@@ -84,5 +84,5 @@ def test_codes_and_scales_arrive_where_the_sources_read_them():
 def test_blocks_that_end_within_a_row_are_refused():
     weight = lz.quantize_weight(torch.randn(64, 96), "nf4:group=64")
     report = lz.explain("quantized_linear", torch.ones(2, 96, dtype=torch.bfloat16), weight)
-    wanted = "in_features must be whole blocks in each row, is 96"
+    wanted = "in_features must be a multiple of weight_group, is 96"
     assert wanted in [str(each.message) for each in report.reasons("hub.quantization-bitsandbytes.linear")]

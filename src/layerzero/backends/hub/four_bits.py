@@ -22,7 +22,6 @@ from layerzero.backends.hub.build import Build
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.linear.packed import Pack
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Codes
@@ -30,13 +29,8 @@ from layerzero.ops.quantize.weight_format import Codes
 _POWERS = tuple(1 << power for power in range(5, 13))
 """Sizes of blocks."""
 
-_WHOLE_BLOCKS = limit.Custom(
-    "in_features: a multiple of weight_group",
-    lambda facts: (
-        None
-        if facts.size("in_features") % facts.size("weight_group") == 0
-        else Reason(ReasonCode.CONSTRAINT_FAILED, "in_features", "whole blocks in each row", facts["in_features"])
-    ),
+_WHOLE_BLOCKS = limit.rule(
+    "in_features: a multiple of weight_group", lambda facts: facts["in_features"] % facts["weight_group"] == 0
 )
 
 
