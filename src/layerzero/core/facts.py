@@ -374,7 +374,10 @@ class FactsBuilder:
         leading = tensors.get(schema.dtype_tensor.name) if schema.inputs else None
         lead = first if leading is None else leading
         values |= {"dtype": BYTES if lead is None else lead.dtype, "platform": device.platform, "sm": device.sm_number}
-        values |= _state_values(state or CallState(), values["dtype"])
+        state = state or CallState()
+        values |= {"requires_grad": state.requires_grad, "deterministic": state.deterministic}
+        values |= {"capturing": state.capturing, "autocast": state.autocast}
+        values |= state_values(state.read, values["dtype"])
         if self.operation.derive is not None:
             derived = self.operation.derive(arguments, values)  # type: ignore[arg-type]  # it reads sizes of these
             if (
@@ -391,13 +394,3 @@ def _undeclared(operation: Operation, derived: Mapping[str, object]) -> Registra
         f"{operation.name}: derive gives {', '.join(names)}; wanted only what `derived` names, got it from none. "
         "Name it there, and in `derived_from` the axes that it follows from"
     )
-
-
-def _state_values(state: CallState, dtype: object) -> dict[str, object]:
-    return {
-        "requires_grad": state.requires_grad,
-        "deterministic": state.deterministic,
-        "capturing": state.capturing,
-        "autocast": state.autocast,
-        **state_values(state.read, dtype),
-    }
