@@ -159,7 +159,6 @@ _OF_OPTIMIZE = (
     ),
     ("models/steps", _CACHE, "attention logits max_context_len positions step tokens"),
     ("swaps/swap", _REPLACED, "weight"),
-    ("swaps/candidate", _REPLACED, "experts"),
 )
 """Files of ``lz.optimize``, each with why and which names it may use."""
 

@@ -186,10 +186,6 @@ class Facts(Mapping[str, object]):
         self.result_bytes: int | None = None
         self.work: tuple[tuple[str, str], ...] = ()
 
-    def __reduce__(self) -> tuple[type[Facts], tuple[Any, ...]]:
-        """By what it was made of: what is derived of it is made anew."""
-        return Facts, (self.operation, self.device, self.layout, self.tensors, self._values)
-
     def __getitem__(self, name: str) -> object:
         try:
             return self._values[name]

@@ -366,3 +366,4 @@ def _kernel(kernel_id: str) -> Kernel:
 
 copyreg.pickle(Operation, lambda each: (_operation, (each.name,)))  # declarations hold functions without a name
 copyreg.pickle(Kernel, lambda each: (_kernel, (each.id,)))
+copyreg.pickle(Facts, lambda each: (Facts, (each.operation, each.device, each.layout, each.tensors, each._values)))

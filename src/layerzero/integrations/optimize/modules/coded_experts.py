@@ -148,6 +148,7 @@ def _made(plain: Candidate, of: str, activations: str | None) -> Candidate | str
         example=rows,
         others=plain.others,
         asked=("moe_experts", given, named),
+        may_read=True,
     )
 
 

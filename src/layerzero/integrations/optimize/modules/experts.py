@@ -187,9 +187,8 @@ def experts(module: Module) -> Candidate | str | None:
     given, named = call_of(rows, state.weights(module), ids, shares, state.packed)
     asked = "moe_experts", given, named | learned.told(parameters)
     calls = f"lz.moe_experts, {learned.activation}"
-    return candidate(
-        module, mixed, state, kind="experts", calls=calls, example=rows, others=(ids, shares), asked=asked, stock=True
-    )
+    told: dict[str, Any] = {"kind": "experts", "calls": calls, "stock": True, "may_read": True}
+    return candidate(module, mixed, state, example=rows, others=(ids, shares), asked=asked, **told)
 
 
 def _forms(parameters: dict[str, Parameter]) -> Iterator[Form]:
