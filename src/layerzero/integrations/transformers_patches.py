@@ -9,7 +9,7 @@ this, so the method that checks the names of all models is wrapped; for other na
 sequences into one row, copies the keys and values that they may see out of its pages, and tells sequences apart by a
 float mask. It does so for ``sdpa`` and for names of its own alone (5.23), and has no place where another library could
 say that it serves the same call; so the two functions that look at the name are wrapped, and are what they were for
-every other one.
+every other one. Since 5.24 its own functions alone get the pages: they run batches there, and a warning says so.
 """
 
 from __future__ import annotations
@@ -93,25 +93,34 @@ def serve_batches(names: Collection[str]) -> None:
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
     except ImportError:
         return
-    there = hasattr(input_outputs, "attn_mask_is_needed") and hasattr(Manager, "switch_to_cb_friendly_attn")
-    if not there or "cache" not in inspect.signature(sdpa_attention_forward).parameters:
+    if not hasattr(Manager, "switch_to_cb_friendly_attn"):
         return
-    switch, is_needed = Manager.switch_to_cb_friendly_attn, input_outputs.attn_mask_is_needed
+    served = hasattr(input_outputs, "attn_mask_is_needed")
+    served = served and "cache" in inspect.signature(sdpa_attention_forward).parameters
+    switch = Manager.switch_to_cb_friendly_attn
     if hasattr(switch, "_layerzero"):
         return
 
     @functools.wraps(switch)
     def switched(self: Any, model: Any, *others: Any, **named: Any) -> None:
-        if model.config._attn_implementation not in names:
+        name = model.config._attn_implementation
+        if name not in names:
             switch(self, model, *others, **named)
-
-    @functools.wraps(is_needed)
-    def needed(config: Any) -> bool:
-        return config._attn_implementation in names or is_needed(config)
+        elif not served:
+            own = "sdpa" if model._supports_sdpa else "eager"
+            said = f"generate_batch of this version of Transformers takes no attn_implementation={name!r}: {own!r} runs"
+            warnings.warn(said, LayerZeroWarning, stacklevel=2)
+            model.set_attn_implementation(own)
+            switch(self, model, *others, **named)
+            self._original_attn_impl = name  # which is set again when the batches end
 
     switched._layerzero = True  # type: ignore[attr-defined]
     Manager.switch_to_cb_friendly_attn = switched
-    input_outputs.attn_mask_is_needed = needed
+    if served:
+        is_needed = input_outputs.attn_mask_is_needed
+        input_outputs.attn_mask_is_needed = functools.wraps(is_needed)(
+            lambda config: config._attn_implementation in names or is_needed(config)
+        )
 
 
 _CALL = "ALL_ATTENTION_FUNCTIONS"
