@@ -98,4 +98,5 @@ def _steps(subject: Subject, package: Path | None) -> list[str]:
     steps.append(f"layerzero conformance --kernel {kernel}, until nothing is wrong")
     if package:
         return [*steps, f"layerzero vet --kernel {kernel}: a plugin runs where it proved itself"]
-    return [*steps, "python -m tools docs, and a line in CHANGELOG.md", "make check"]
+    tested = f"name versions= and tested= of the backend: calls wait for `layerzero vet --kernel {kernel}` without them"
+    return [*steps, tested, "python -m tools docs, and a line in CHANGELOG.md", "make check"]

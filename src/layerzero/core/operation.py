@@ -112,7 +112,7 @@ class Operation:
         adapters: by the kind that a limit's repair names, what a plan may do beyond copies and views.
         check_values: what its values must be, apart from places and counts, which the schema declares: texts of what is
             wrong already, and checks (:mod:`layerzero.core.values`), which are read together; in debug mode only,
-            because reading waits for the device.
+            because reading waits for the device, and once a kernel raised.
         guard: for a function's name and a layout, what looks at the tensors of every call, those of kept plans too, and
             raises InvalidCallError; None while there is nothing to look at, which costs a call nothing. What changes
             this answer calls :func:`layerzero.core.plan.outdate`.
