@@ -25,7 +25,7 @@ def read(name: str) -> list[str]:
 def computed(first: int, end: int) -> dict[str, list[str]]:
     """The lines that each file would hold now, from one process without settings and without a cache folder."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("LAYERZERO_")}
-    paths = [str(FOLDER.parent), *sys.path]
+    paths = [str(FOLDER.parent), *sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment |= {"LAYERZERO_CACHE_DIR": "", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command = [sys.executable, "-m", "golden", str(first), str(end)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

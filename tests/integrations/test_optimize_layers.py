@@ -379,7 +379,7 @@ def test_a_form_that_cannot_be_compared_is_told_by_what_happened(spoil: Any, tol
             return spoil(rows)
 
     rows = [torch.ones(2, 5, 32)]
-    run = lambda function, _module, hidden, *_: [function(each) for each in hidden]
+    run = lambda function, _module, hidden, *_: (function(each) for each in hidden)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(whole, "_run", run)
         assert whole._error(Swapped(), rows, [rows[0] * 2], [((2, 5, 32), {})], None) == told

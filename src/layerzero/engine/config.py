@@ -246,9 +246,9 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
     Raises: PolicyError for a variable that means nothing, naming the nearest one.
     """
     values: dict[str, Any] = {}
-    for variable, text in sorted(environment.items()):
-        name = variable.removeprefix(PREFIX)
-        if name == variable or name in _ELSEWHERE:
+    for variable in sorted(each for each in environment if each.startswith(PREFIX)):
+        text, name = environment[variable], variable.removeprefix(PREFIX)
+        if name in _ELSEWHERE:
             continue
         if name in _FLAGS:
             key, when_set = _FLAGS[name]
@@ -279,8 +279,8 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
 def _checked_variables(environment: Mapping[str, str]) -> dict[str, Any]:
     """What all variables set. Raises: PolicyError that names the variable, in place of the key that it sets."""
     values = environment_settings(environment)
-    for variable, text in environment.items():
-        for name, value in environment_settings({variable: text}).items():
+    for variable in [each for each in environment if each.startswith(PREFIX)]:
+        for name, value in environment_settings({variable: environment[variable]}).items():
             try:
                 checked({name: value}, "")
             except PolicyError as error:

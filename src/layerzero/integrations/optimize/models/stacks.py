@@ -284,8 +284,9 @@ def _fastest(runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
         run()
     began = timing.CLOCK()
 
-    def undecided(_: Mapping[str, Sequence[float]], turn: int) -> Sequence[str]:
-        over = turn == ROUNDS or (turn > 1 and timing.CLOCK() - began > SECONDS)
+    def undecided(times: Mapping[str, Sequence[float]], turn: int) -> Sequence[str]:
+        still = turn and not any(each[-1] for each in times.values())
+        over = turn == ROUNDS or still or (turn > 1 and timing.CLOCK() - began > SECONDS)
         return () if over else list(runs)
 
     times = timing.race(list(runs), lambda name: timing.taken(runs[name]), undecided)
