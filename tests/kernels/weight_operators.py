@@ -79,14 +79,10 @@ NUMBERS = {of_vllm.BIASED[4]: 4, of_vllm.BIASED[8]: 8, of_vllm.UNSIGNED[4]: 4, o
 
 def marlin_order(words, bits, outputs, inputs):
     """The codes (N, K) of Marlin's words."""
-    numbers = torch.empty(outputs, inputs, dtype=torch.uint8)
-    flat, tile = unpacked(words, bits, words.shape[1] * 32 // bits), list(marlin_places(bits))
-    for k_tile, row in enumerate(flat):
-        for n_tile in range(outputs // 64):
-            codes = torch.empty(1024, dtype=torch.uint8)
-            codes[tile] = row[n_tile * 1024 : n_tile * 1024 + 1024]
-            numbers[n_tile * 64 : n_tile * 64 + 64, k_tile * 16 : k_tile * 16 + 16] = codes.view(16, 64).t()
-    return numbers
+    flat = unpacked(words, bits, words.shape[1] * 32 // bits).view(inputs // 16, outputs // 64, 1024)
+    numbers = torch.empty(flat.shape, dtype=torch.uint8)
+    numbers[..., list(marlin_places(bits))] = flat.to(torch.uint8)
+    return numbers.view(*flat.shape[:2], 16, 64).permute(1, 3, 0, 2).reshape(outputs, inputs)
 
 
 def marlin_scales(scale, outputs, groups, second, dtype):

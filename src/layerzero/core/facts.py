@@ -161,11 +161,13 @@ class Facts(Mapping[str, object]):
         tensors: facts of each tensor that the call brought. The tensors themselves are not kept: plans live long.
         class_name: the name of its class, empty until it is needed.
         result_bytes: how large its results are, None until it is needed.
+        typed: its shapes as a command takes them, empty where none would make such a call; None until they are needed.
         work: what changes how long it takes (:func:`layerzero.core.evidence.call_work`), empty until it is needed.
     """
 
     __slots__ = (
-        *("_in_layouts", "_values", "class_name", "device", "layout", "operation", "result_bytes", "tensors", "work"),
+        *("_in_layouts", "_values", "class_name", "device", "layout", "operation", "result_bytes", "tensors", "typed"),
+        "work",
     )
 
     def __init__(
@@ -184,6 +186,7 @@ class Facts(Mapping[str, object]):
         self._in_layouts: dict[str, Facts] = {}
         self.class_name = ""
         self.result_bytes: int | None = None
+        self.typed: str | None = None
         self.work: tuple[tuple[str, str], ...] = ()
 
     def __getitem__(self, name: str) -> object:

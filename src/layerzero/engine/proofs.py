@@ -91,7 +91,9 @@ def noted(report: Report, ledger: Ledger) -> Report:
 def how_to_vet(kernel: Kernel, facts: Facts) -> str:
     """What to type, for a reason's hint. Calls whose class no shapes can say are vetted from a recorded workload."""
     dtype: object = facts["dtype"]
-    shapes = _shapes(facts)
+    if facts.typed is None:  # most kernels of a call want the same text
+        facts.typed = _shapes(facts)
+    shapes = facts.typed
     words = ["layerzero vet", f"--kernel {kernel.id}", f"--operation {facts.operation.name}"]
     words += [f"--shapes {shapes}", f"--dtype {dtype_name(dtype)}"] if shapes else ["--manifest FILE"]  # type: ignore[arg-type]
     words += ["--device cpu"] if facts.device.platform == "cpu" else []
