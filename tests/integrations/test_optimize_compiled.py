@@ -187,6 +187,20 @@ def test_a_model_that_does_more_than_it_returns_is_left(monkeypatch: pytest.Monk
     assert not model.shift.requires_grad
 
 
+class Drawing(Library):
+    def __call__(self, module: nn.Module, example: Sequence[Tensor]) -> Any:
+        torch.rand(3)
+        return super().__call__(module, example)
+
+
+def test_a_compiler_that_draws_leaves_the_callers_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = []
+    for library in (Library(0.1), Drawing(0.1)):
+        optimized(monkeypatch, library)
+        after.append(torch.rand(1))
+    assert after[0] == after[1]
+
+
 def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     model, report = optimized(monkeypatch, Library(1.5))
     assert kinds(report) == set()

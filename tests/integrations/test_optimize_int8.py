@@ -28,6 +28,7 @@ def why(report: Any, path: str) -> str:
         ({"weights": "int8", "activations": "int4"}, "activations: wanted None or 'int8', got 'int4'"),
         ({"weights": "int8", "accuracy": -0.1}, "accuracy: wanted a number from 0 or None, got -0.1"),
         ({"weights": "int8", "accuracy": True}, "accuracy: wanted a number from 0 or None, got True"),
+        ({"accuracy": 0.1}, "accuracy: wanted weights= or activations= with it, got 0.1 alone"),
     ],
 )
 def test_what_nobody_can_give_is_refused(asked: dict[str, Any], said: str) -> None:

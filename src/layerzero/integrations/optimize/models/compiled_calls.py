@@ -207,7 +207,8 @@ def _engine(
             return "it writes into its input, its buffers or its attributes"
         if reads.seen and all(each.is_floating_point() for each in tensors):  # masks are tried below
             return READS
-        run = compiler.compile(Flat(twin, rebuild, _tensors_of).eval(), tensors)
+        with torch.random.fork_rng(devices=[]):  # an export draws from it
+            run = compiler.compile(Flat(twin, rebuild, _tensors_of).eval(), tensors)
         if isinstance(run, str):
             return run
         kept = tuple(compiled.TENSOR if isinstance(each, Tensor) else each for each in leaves)

@@ -331,6 +331,8 @@ def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | No
         isinstance(accuracy, bool) or not isinstance(accuracy, (int, float)) or not accuracy >= 0
     ):
         problems.append(f"accuracy: wanted a number from 0 or None, got {told(accuracy)}")
+    if accuracy is not None and weights is None and activations is None:
+        problems.append(f"accuracy: wanted weights= or activations= with it, got {told(accuracy)} alone")
     if problems or weights is None:
         return None, problems
     return Request(weights, activations, float(ACCURACY[weights] if accuracy is None else accuracy)), problems

@@ -174,7 +174,7 @@ def _elsewhere(found: Candidate) -> Iterator[Tensor]:
     rows = found.example.flatten(0, -2).repeat(MORE, 1)
     large = rows * LARGE / rows.abs().mean()
     large[0] /= LARGE**3
-    large[-1, 0] = torch.nan
+    large[-1, :1] = torch.nan
     yield from (rows.unsqueeze(1), large.unsqueeze(0)) if found.example.ndim == 3 else (rows, large)
 
 
