@@ -249,6 +249,16 @@ def test_heads_that_read_padding_are_left_to_it() -> None:
         assert any(each.kind == "padding" for each in report.replaced), report
 
 
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def test_a_stack_that_gives_a_cache_is_left(name: str) -> None:
+    """Each group of rows would make one of its own."""
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    sizes |= {"num_heads": 4, "head_dim": 16, "n_groups": 1} if name == "Mamba2" else {}
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes)).eval()
+    report = lz.optimize(model)
+    assert not any(each.kind == "padding" for each in report.replaced)
+
+
 def test_decoders_are_left_without_a_word_and_the_option_leaves_all() -> None:
     decoders = (
         transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),

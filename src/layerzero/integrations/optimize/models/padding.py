@@ -263,7 +263,7 @@ def cheapest(lengths: Sequence[int], call_s: float, token_s: float) -> tuple[lis
 
 
 class _UnknownShapeError(Exception):
-    """A stack returned more than hidden states (B, S, H)."""
+    """A stack returned more than hidden states (B, S, H): attention weights, a cache."""
 
 
 @dataclass(frozen=True)
@@ -352,6 +352,8 @@ def _mapped(change: Callable[[list[Tensor]], Tensor], found: Sequence[Any]) -> A
         return type(first)(**parts)
     if isinstance(first, (tuple, list)):
         return type(first)(_mapped(change, each) for each in zip(*found, strict=True))
+    if not isinstance(first, (bool, int, float, str, type(None))):  # a cache, which is of one group's rows
+        raise _UnknownShapeError
     return first
 
 

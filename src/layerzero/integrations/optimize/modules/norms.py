@@ -129,7 +129,7 @@ def norm(module: Module) -> Candidate | str | None:
     """A candidate for a module that is a norm, None for one that is none, or why it cannot be known."""
     parameters = {name: each for name, each in module._parameters.items() if each is not None}
     weight = parameters.get("weight")
-    if weight is None or not all(map(is_dense, parameters.values())) or weight.ndim != 1:
+    if weight is None or not all(map(is_dense, parameters.values())) or weight.ndim != 1 or not weight.numel():
         return None
     if module._modules or any(True for _ in module.buffers(recurse=False)):
         return None
