@@ -30,17 +30,8 @@ from layerzero.integrations.optimize.layers.inner import Inner, inner
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, fit, normed, places
 from layerzero.integrations.optimize.modules.products import Block, block
-from layerzero.integrations.optimize.swaps.candidate import (
-    MORE,
-    READS,
-    Candidate,
-    Reads,
-    agrees,
-    distance,
-    quiet,
-    refusal,
-    watching,
-)
+from layerzero.integrations.optimize.swaps.candidate import MORE, Candidate, agrees, distance, quiet, refusal, watching
+from layerzero.integrations.optimize.swaps.reads import READS, Reads
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, trying, weight_of
 from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced

@@ -18,16 +18,8 @@ from layerzero.core.errors import in_short
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.models import compiled
 from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
-from layerzero.integrations.optimize.swaps.candidate import (
-    READS,
-    Reads,
-    agrees,
-    distance,
-    outermost,
-    quiet,
-    refusal,
-    watching,
-)
+from layerzero.integrations.optimize.swaps.candidate import agrees, distance, outermost, quiet, refusal, watching
+from layerzero.integrations.optimize.swaps.reads import READS, Reads
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import Left, Optimized, Replaced, Timed, switch_all

@@ -6,19 +6,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from layerzero.core import emulation
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.plan import Report
+from layerzero.integrations.optimize.swaps.reads import COMPARES, READS, Reads
 from layerzero.integrations.optimize.swaps.stamp import is_recorder
 from layerzero.integrations.optimize.swaps.swap import (
     Forward,
@@ -63,7 +62,7 @@ class Candidate:
             arguments by place and by name.
         stock: whether the module is torch's own function already, so that only another kernel than torch's is a gain.
         timed: whether it is timed without a caller's inputs.
-        may_read: whether its own code may read numbers, as that of experts does, which asks which of them are hit.
+        may_read: whether its own code may read numbers and sizes, as that of experts does, which asks which are hit.
         error: how far it is from the original, in units of the largest value; set by :func:`compared`.
     """
 
@@ -112,38 +111,6 @@ def candidate(module: Module, forward: Forward, state: State, **fields: Any) -> 
     return Candidate(swap=Swap(module, forward, state), covered=tuple(each for _, each in state.covers), **fields)
 
 
-class _Copies(TorchFunctionMode):
-    """What reads memory without an operator."""
-
-    seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= func in (Tensor.tolist, Tensor.numpy, Tensor.__array__)
-        return func(*args, **(kwargs or {}))
-
-
-class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether a value of a tensor was read, which a branch may depend on: one run shows one way."""
-
-    seen = False
-
-    def __enter__(self) -> Self:
-        self._copies = _Copies().__enter__()  # type: ignore[no-untyped-call]
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._copies.__exit__(*raised)
-        self.seen |= self._copies.seen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= torch.Tag.data_dependent_output in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-READS = "its code reads numbers of tensors, as an `if` does, so that other input may take another way"
-
-
 def compared(found: Candidate) -> str:
     """Run the original and the new forward on the example; say what is wrong, empty where they agree."""
     module, dtype = found.swap.module, found.example.dtype
@@ -153,8 +120,8 @@ def compared(found: Candidate) -> str:
             expected = stock_forward(module)(example, *found.others)
         if not torch.equal(example, found.example):
             return "its code writes into its input"
-        if reads.seen and not found.may_read:
-            return READS
+        if not found.may_read and (reads.seen or (reads.compared and found.example.ndim < 4)):
+            return READS if reads.seen else COMPARES
         got = _new(found, found.example, *found.others)
         found.error = distance(got, expected)
         if got.dtype != expected.dtype or not agrees(found.error, dtype):

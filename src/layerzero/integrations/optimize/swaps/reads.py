@@ -1,0 +1,97 @@
+"""What a module's own code asks of tensors while it runs: numbers, and sizes that it compares.
+
+One run of an ``if`` shows one way of two. Code that asks may take the other one for another input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS = "its code reads numbers of tensors, as an `if` does, so that other input may take another way"
+
+COMPARES = "its code compares how many rows its input has or how they lie, so that other input may take another way"
+
+
+class _Size(int):
+    """A size that notes that it was compared."""
+
+    of: _Python
+
+    @classmethod
+    def noted(cls, found: Any, of: _Python) -> Any:
+        """A whole number that notes, or sizes of which all but the last do: that one is the module's own."""
+        if isinstance(found, torch.Size):
+            return torch.Size([*(cls.noted(each, of) for each in found[:-1]), *found[-1:]])
+        if type(found) is not int:
+            return found
+        made = cls(found)
+        made.of = of
+        return made
+
+
+def _noting(name: str, *, compares: bool) -> Callable[..., Any]:
+    compute = getattr(int, name)
+
+    def method(self: _Size, *others: Any) -> Any:
+        self.of.compared |= compares
+        found = compute(self, *others)
+        return found if compares else _Size.noted(found, self.of)
+
+    return method
+
+
+for _word in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
+    setattr(_Size, f"__{_word}__", _noting(f"__{_word}__", compares=True))
+for _word in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod"):
+    setattr(_Size, f"__{_word}__", _noting(f"__{_word}__", compares=False))
+
+_NUMBERS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
+_LIES = frozenset({Tensor.__len__, Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.data_ptr})
+_SIZES = frozenset({Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.ndim.__get__})  # type: ignore[attr-defined]
+
+
+class _Python(TorchFunctionMode):
+    """What no operator is needed for."""
+
+    seen = compared = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= func in _NUMBERS
+        self.compared |= func in _LIES
+        found = func(*args, **(kwargs or {}))
+        if func not in _SIZES or isinstance(args[0], Parameter):
+            return found
+        last = [*args[1:], *(kwargs or {}).values()]
+        return found if last and last[0] in (-1, args[0].ndim - 1) else _Size.noted(found, self)
+
+
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what code asks meanwhile.
+
+    Attributes:
+        seen: whether it read numbers of tensors.
+        compared: whether it compared sizes other than the last one, or looked at how a tensor lies.
+    """
+
+    seen = compared = False
+
+    def __enter__(self) -> Self:
+        self._python = _Python().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._python.__exit__(*raised)
+        self.seen |= self._python.seen
+        self.compared = self._python.compared
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.data_dependent_output in func.tags
+        return func(*args, **(kwargs or {}))
