@@ -144,9 +144,15 @@ def pytest_collection_finish():
             logger.propagate = True
     ENGINE.bump()
     ENGINE.history.forget()
-    gc.collect()
     gc.enable()
-    gc.freeze()  # what modules made stays: a test that collects looked through all of it, for 0.4 s
+    freeze(len(sys.modules) // 64)
+
+
+@functools.cache
+def freeze(modules):
+    """What modules made stays, also those that a test needs: one that collects looked through all of it, for 0.4 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def standing_still():
@@ -201,6 +207,7 @@ def fresh_process(monkeypatch):
     monkeypatch.setattr(workload, "SHORTEST_S", 0.0)  # one run a sample, not as many as fill 50 ms
     monkeypatch.setattr(compiled_calls, "COMPILERS", ())  # a test that compiles a model, for seconds, asks for it
     ENGINE.ledger = Ledger()
+    freeze(len(sys.modules) // 64)
     REGISTRY.ready()
     before = set(REGISTRY.read_declarations())
     yield
