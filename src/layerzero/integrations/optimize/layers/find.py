@@ -31,7 +31,7 @@ from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, fit, normed, places
 from layerzero.integrations.optimize.modules.products import Block, block
 from layerzero.integrations.optimize.swaps.candidate import MORE, Candidate, agrees, distance, quiet, refusal, watching
-from layerzero.integrations.optimize.swaps.reads import READS, Reads
+from layerzero.integrations.optimize.swaps.reads import COMPARES, READS, Reads
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, trying, weight_of
 from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
@@ -247,8 +247,8 @@ def _tried(
     except Exception as raised:  # noqa: BLE001  # what a layer raises that names its cache otherwise (GPT-NeoX)
         why = f"it could not be run by itself: {in_short(raised)}"
         return Left(path, cls, f"as a whole: {why}"), liked
-    if reads.seen:
-        return Left(path, cls, f"as a whole: {READS}"), liked
+    if reads.seen or not reads.compared.isdisjoint(type(each).__module__ for each in module.modules()):
+        return Left(path, cls, f"as a whole: {READS if reads.seen else COMPARES}"), liked
     least = float("inf")
     ran: dict[str, None] = {}
     failed: dict[str, None] = {}

@@ -5,7 +5,9 @@ One run of an ``if`` shows one way of two. Code that asks may take the other one
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -36,11 +38,16 @@ class _Size(int):
         return made
 
 
+def _file_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 def _noting(name: str, *, compares: bool) -> Callable[..., Any]:
     compute = getattr(int, name)
 
     def method(self: _Size, *others: Any) -> Any:
-        self.of.compared |= compares
+        if compares:
+            self.of.compared.add(_file_of(sys._getframe(1)))
         found = compute(self, *others)
         return found if compares else _Size.noted(found, self.of)
 
@@ -60,11 +67,16 @@ _SIZES = frozenset({Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__,
 class _Python(TorchFunctionMode):
     """What no operator is needed for."""
 
-    seen = compared = False
+    seen = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compared: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= func in _NUMBERS
-        self.compared |= func in _LIES
+        if func in _LIES:
+            self.compared.add(_file_of(sys._getframe(1)))
         found = func(*args, **(kwargs or {}))
         if func not in _SIZES or isinstance(args[0], Parameter):
             return found
@@ -77,10 +89,11 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         seen: whether it read numbers of tensors.
-        compared: whether it compared sizes other than the last one, or looked at how a tensor lies.
+        compared: files whose code compared sizes other than the last one, or looked at how a tensor lies.
     """
 
-    seen = compared = False
+    seen = False
+    compared: set[str]
 
     def __enter__(self) -> Self:
         self._python = _Python().__enter__()  # type: ignore[no-untyped-call]
