@@ -27,8 +27,7 @@ pytestmark = [
 
 SIZES = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-    "initializer_range": 0.2,
+    "max_position_embeddings": 128, "pad_token_id": 0, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": None
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -268,11 +267,12 @@ def test_a_layer_that_adds_otherwise_is_left_with_a_reason() -> None:
 @pytest.mark.parametrize(
     ("turns", "told"),
     [
-        (lambda rows: rows.shape[1] > 100, "compares how many rows"),
-        (lambda rows: int(rows.shape[0]) > 2, "none of the layers' formulas"),
-        (lambda rows: bool(rows.max() > 50), "reads numbers of tensors"),
+        (lambda _, rows: rows.shape[1] > 100, "compares how many rows"),
+        (lambda _, rows: int(rows.shape[0]) > 2, "none of the layers' formulas"),
+        (lambda _, rows: bool(rows.max() > 50), "reads numbers of tensors"),
+        (lambda layer, rows: setattr(layer, "last", rows), "writes into its attributes"),
     ],
-    ids=["tokens", "rows", "numbers"],
+    ids=["tokens", "rows", "numbers", "writes"],
 )
 @pytest.mark.parametrize("kind", ["Llama", "Bert"])
 def test_a_layer_that_may_take_another_way_is_left(kind: str, turns: Any, told: str) -> None:
@@ -281,7 +281,7 @@ def test_a_layer_that_may_take_another_way_is_left(kind: str, turns: Any, told: 
 
     class Turning(type(layers[0])):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-            return super().forward(hidden_states, *others, **named) * (2 if turns(hidden_states) else 1)
+            return super().forward(hidden_states, *others, **named) * (2 if turns(self, hidden_states) else 1)
 
     for each in layers:
         each.__class__ = Turning

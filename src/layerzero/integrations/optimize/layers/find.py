@@ -32,6 +32,7 @@ from layerzero.integrations.optimize.modules.norms import Normed, fit, normed, p
 from layerzero.integrations.optimize.modules.products import Block, block
 from layerzero.integrations.optimize.swaps.candidate import MORE, Candidate, agrees, distance, quiet, refusal, watching
 from layerzero.integrations.optimize.swaps.reads import COMPARES, READS, Reads
+from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, trying, weight_of
 from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
@@ -243,12 +244,12 @@ def _tried(
         return Left(path, cls, f"as a whole: {forms}"), liked
     forms.sort(key=lambda form: form[0] != liked)
     try:
-        hidden, expected, reads = _expected(made, calls, exchange)
+        hidden, expected, why = _expected(made, calls, exchange)
     except Exception as raised:  # noqa: BLE001  # what a layer raises that names its cache otherwise (GPT-NeoX)
         why = f"it could not be run by itself: {in_short(raised)}"
         return Left(path, cls, f"as a whole: {why}"), liked
-    if reads.seen or not reads.compared.isdisjoint(type(each).__module__ for each in module.modules()):
-        return Left(path, cls, f"as a whole: {READS if reads.seen else COMPARES}"), liked
+    if why:
+        return Left(path, cls, f"as a whole: {why}"), liked
     least = float("inf")
     ran: dict[str, None] = {}
     failed: dict[str, None] = {}
@@ -315,8 +316,8 @@ def _layer(heads: Callable[[], Heads], block: Block | Inner, norms: tuple[Normed
 
 def _expected(
     made: Parts | encoders.Parts, calls: list[Call], exchange: AttentionSwap
-) -> tuple[list[Tensor], list[Tensor], Reads]:
-    """Random input, as large as what the layer adds to it, so that all shows; the layer's own output; what it read."""
+) -> tuple[list[Tensor], list[Tensor], str]:
+    """Random input, as large as what the layer adds to it, so that all shows; the layer's own output; why it stays."""
     module = made.module
     generator = torch.Generator().manual_seed(len(list(module.parameters())))
     hidden = [
@@ -331,8 +332,11 @@ def _expected(
             raise TypeError(f"wanted one tensor, the layer returns {type(each).__name__}")
     added = max((got - rows).abs().max().item() for got, rows in zip(first, hidden[:2], strict=True))
     hidden = [rows * min(1.0, added / 4) for rows in hidden]
+    stamp = Stamp(module, whole=False)  # behind the first run, which may set what later ones find
     with exchange.stock(), Reads() as reads:  # type: ignore[no-untyped-call]
-        return hidden, list(_run(stock, module, hidden, calls, made.cache)), reads
+        expected = list(_run(stock, module, hidden, calls, made.cache))
+    writes = "" if stamp.last.same else "its code writes into its attributes or buffers"
+    return hidden, expected, READS if reads.seen else writes
 
 
 def _error(
