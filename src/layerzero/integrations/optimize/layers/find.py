@@ -324,7 +324,7 @@ def _expected(
         torch.randn(each.shape, generator=generator, device="cpu", dtype=torch.float32).to(each.device, each.dtype)
         for each, _ in calls
     ]
-    stock = stock_forward(module)
+    stock, stamp = stock_forward(module), Stamp(module, whole=False)
     with exchange.stock():
         first = list(_run(stock, module, hidden[:2], calls[:2], made.cache))
     for each in first:
@@ -332,10 +332,9 @@ def _expected(
             raise TypeError(f"wanted one tensor, the layer returns {type(each).__name__}")
     added = max((got - rows).abs().max().item() for got, rows in zip(first, hidden[:2], strict=True))
     hidden = [rows * min(1.0, added / 4) for rows in hidden]
-    stamp = Stamp(module, whole=False)  # behind the first run, which may set what later ones find
+    writes = "" if stamp.last.same else "its code writes into its attributes or buffers"
     with exchange.stock(), Reads() as reads:  # type: ignore[no-untyped-call]
         expected = list(_run(stock, module, hidden, calls, made.cache))
-    writes = "" if stamp.last.same else "its code writes into its attributes or buffers"
     return hidden, expected, READS if reads.seen else writes
 
 

@@ -192,18 +192,18 @@ def _engine(
         with torch.inference_mode(False):  # whose writes are counted
             stamp, written = Stamp(twin), [each.clone() for each in tensors]
         others, named = rebuild(written)
-        embeddings, reads = [each for each in twin.modules() if isinstance(each, Embedding)], Reads()  # type: ignore[no-untyped-call]
-        with watching(embeddings, before=keep), reads:
-            twin(*others, **named)
+        with watching([each for each in twin.modules() if isinstance(each, Embedding)], before=keep):
+            leaves, spec = pytree.tree_flatten(twin(*others, **named))
         if any(each._version for each in written) or not stamp.last.same:
             return "it writes into its input, its buffers or its attributes"
+        with Reads() as reads:  # type: ignore[no-untyped-call]
+            twin(*call.others, **call.named)
         if reads.seen and all(each.is_floating_point() for each in tensors):  # masks are tried below
             return READS
         with torch.random.fork_rng(devices=[]):  # an export draws from it
             run = compiler.compile(Flat(twin, rebuild, _tensors_of).eval(), tensors)
         if isinstance(run, str):
             return run
-        leaves, spec = pytree.tree_flatten(twin(*call.others, **call.named))
         kept = tuple(compiled.TENSOR if isinstance(each, Tensor) else each for each in leaves)
         worst, found = 0.0, leaves
         for given in (tensors, *_others(tensors)):
