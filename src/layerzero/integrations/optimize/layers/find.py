@@ -335,7 +335,8 @@ def _expected(
     writes = "" if stamp.last.same else "its code writes into its attributes or buffers"
     with exchange.stock(), Reads() as reads:  # type: ignore[no-untyped-call]
         expected = list(_run(stock, module, hidden, calls, made.cache))
-    return hidden, expected, READS if reads.seen else writes
+    asks = not reads.compared.isdisjoint(type(each).__module__ for each in module.modules())
+    return hidden, expected, READS if reads.seen else COMPARES if asks else writes
 
 
 def _error(
