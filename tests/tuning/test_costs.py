@@ -1,4 +1,7 @@
-"""Among kernels that are waited for about as long: no plan for a size that nobody measured, then the device's time."""
+"""Among kernels that are waited for about as long: no plan for a size that nobody measured, then the device's time.
+
+What shipped tables lack is known by kind.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from layerzero.engine.order import NEARLY, NEARLY_MEASURED, decisive, wait_us
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measurement.comparison import record_times
 from layerzero.tuning.storage import archive
-from layerzero.tuning.storage.prior import Priors
+from layerzero.tuning.storage.prior import FOLDER, Priors
 from layerzero.tuning.storage.store import StoreLedger, TimeStore
 from layerzero.tuning.storage.tables import read_table, slug, table_of
 
@@ -243,3 +246,17 @@ def test_a_table_keeps_what_the_device_takes(norms, tmp_path):
     archive.export_prior(broken, file)
     with pytest.raises(ValueError, match=r"user\.nobody: device_us: wanted a time above 0"):
         read_table(file)
+
+
+def test_a_kind_without_times_hides_no_other_dtype_of_a_table():
+    """What follows from tensors may be a dtype, which no argument tells: bounds of another one were taken."""
+    query, key, h100 = torch.empty(1, 512, 32, 128).bfloat16(), torch.empty(1, 512, 8, 128).bfloat16(), "H100"
+    priors = Priors(Device.named(h100), FOLDER)
+
+    def lacks(dtype):
+        table = torch.empty(2048, 64, dtype=dtype)
+        places = torch.zeros(1, 512, dtype=torch.int64)
+        return priors.lack(lz.explain("rope", query, key, table, table.clone(), positions=places, device=h100).facts)
+
+    assert lacks(torch.bfloat16)
+    assert not lacks(torch.float32)

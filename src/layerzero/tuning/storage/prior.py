@@ -155,7 +155,8 @@ class Priors:
         """Whether nothing is known of such calls, however their tensors lie; every miss reads it."""
         if not self._families:
             return True
-        kind = facts.operation.name, facts.sizeless()
+        told = [type(each) is int or (each,) for each in map(facts.__getitem__, facts.operation.derived)]
+        kind = facts.operation.name, facts.sizeless(), *told  # what follows from tensors is no size everywhere
         for bounds in self._bounds.get(kind, lambda: self._bounds_of(facts)):
             for name, least, most in bounds:
                 if not least <= facts[name] <= most:  # type: ignore[operator]  # a size
