@@ -304,6 +304,10 @@ class Turning(Gated):
     (lambda x: x.max() > 100, "reads numbers of tensors"),
     (lambda x: 100 < max(x.flatten().tolist()), "reads numbers of tensors"),
     (lambda x: x.shape[0] * 2 > 1000, "compares how many rows"),
+    (lambda x: int(x.shape[0]) > 1000, "compares how many rows"),
+    (lambda x: x.shape[0] / 2 > 1000, "compares how many rows"),
+    (lambda x: -x.shape[0] < -1000, "compares how many rows"),
+    (lambda x: x.nbytes > 2**30, "compares how many rows"),
     (lambda x: x.ndim == 4, "compares how many rows"),
     (lambda x: not x.is_contiguous(), "compares how many rows"),
 ])  # fmt: skip

@@ -1,6 +1,7 @@
 """What a module's own code asks of tensors while it runs: numbers, and sizes that it compares.
 
-One run of an ``if`` shows one way of two. Code that asks may take the other one for another input.
+One run of an ``if`` shows one way of two. Code that asks may take the other one for another input. What torch makes of
+sizes by itself is not seen: ``x.shape[:-1].numel()``, and how many rows ``x.unbind()`` gives.
 """
 
 from __future__ import annotations
@@ -43,25 +44,43 @@ def _file_of(frame: FrameType) -> str:
 
 
 def _noting(name: str, *, compares: bool) -> Callable[..., Any]:
+    """A method of whole numbers that notes: what gives no size counts as a comparison, which may follow unseen."""
     compute = getattr(int, name)
 
     def method(self: _Size, *others: Any) -> Any:
-        if compares:
-            self.of.compared.add(_file_of(sys._getframe(1)))
         found = compute(self, *others)
-        return found if compares else _Size.noted(found, self.of)
+        if not compares:
+            return _Size.noted(found, self.of)
+        if found is not NotImplemented:  # as for a tensor on the other side
+            self.of.compared.add(_file_of(sys._getframe(1)))
+        return found
 
     return method
 
 
-for _word in ("lt", "le", "gt", "ge", "eq", "ne", "bool"):
+for _word in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "truediv", "rtruediv"):
     setattr(_Size, f"__{_word}__", _noting(f"__{_word}__", compares=True))
-for _word in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod"):
+for _word in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "floordiv",
+    "rfloordiv",
+    "mod",
+    "rmod",
+    "pow",
+    "rpow",
+    "neg",
+):
     setattr(_Size, f"__{_word}__", _noting(f"__{_word}__", compares=False))
 
 _NUMBERS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 _LIES = frozenset({Tensor.__len__, Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.data_ptr})
-_SIZES = frozenset({Tensor.size, Tensor.dim, Tensor.numel, Tensor.shape.__get__, Tensor.ndim.__get__})  # type: ignore[attr-defined]
+_HELD: tuple[Any, ...] = Tensor.shape, Tensor.ndim, Tensor.nbytes
+_SIZES = frozenset({Tensor.size, Tensor.dim, Tensor.numel, *(each.__get__ for each in _HELD)})
 
 
 class _Python(TorchFunctionMode):
