@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import layerzero as lz
 from drawing import examples, mostly
+from layerzero.backends.gradients import once
 from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS
 from layerzero.testing.generate import random_call
@@ -188,6 +189,7 @@ def test_a_token_without_a_slot_leaves_the_gradient_of_the_token_that_stands_for
     assert key.grad[:, 0, 0].tolist() == [1.0, 0.0, 1.0]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # from torch's own jvp
 def test_a_hessian_of_a_kernel_whose_gradients_have_none_is_refused():
     """torch.autograd.functional takes a gradient without a graph for a constant: it was 0."""
     hidden, weight, target = torch.randn(4, 8), torch.randn(16, 8), torch.arange(4)
@@ -201,3 +203,11 @@ def test_a_hessian_of_a_kernel_whose_gradients_have_none_is_refused():
         wanted = hessian(loss, hidden)
     assert wanted.any()
     torch.testing.assert_close(torch.func.hessian(loss)(hidden), wanted)
+
+
+def test_a_kernel_that_gives_a_list_or_a_number_is_refused_the_same_way():
+    leaf = torch.ones(2, requires_grad=True)
+    doubled, number = once(lambda given: [given * 2, 3], "an operation")(leaf)
+    assert number == 3
+    with pytest.raises(RuntimeError, match="an operation: wanted a backward pass without create_graph"):
+        torch.autograd.grad(doubled.sum(), leaf, create_graph=True)

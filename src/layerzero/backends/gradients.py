@@ -48,8 +48,8 @@ def once(compute: Callable[..., Any], operation: str) -> Callable[..., Any]:
 
     def run(*arguments: Any, **named: Any) -> Any:
         found = compute(*arguments, **named)
-        for each in found if isinstance(found, tuple) else (found,):
-            if each is not None and each.grad_fn is not None:
+        for each in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(each, Tensor) and each.grad_fn is not None:
                 each.grad_fn.register_prehook(refuse)
         return found
 
