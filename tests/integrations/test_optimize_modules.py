@@ -308,6 +308,7 @@ class Turning(Gated):
     (lambda x: x.shape[0] / 2 > 1000, "compares how many rows"),
     (lambda x: -x.shape[0] < -1000, "compares how many rows"),
     (lambda x: x.nbytes > 2**30, "compares how many rows"),
+    (lambda x: torch.numel(input=x) > 2**30, "compares how many rows"),
     (lambda x: x.ndim == 4, "compares how many rows"),
     (lambda x: not x.is_contiguous(), "compares how many rows"),
 ])  # fmt: skip

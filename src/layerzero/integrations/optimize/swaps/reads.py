@@ -80,7 +80,7 @@ for _word in (
 _NUMBERS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 _LIES = frozenset({Tensor.__len__, Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.data_ptr})
 _HELD: tuple[Any, ...] = Tensor.shape, Tensor.ndim, Tensor.nbytes
-_SIZES = frozenset({Tensor.size, Tensor.dim, Tensor.numel, *(each.__get__ for each in _HELD)})
+_SIZES = frozenset({Tensor.size, Tensor.dim, Tensor.numel, torch.numel, *(each.__get__ for each in _HELD)})
 
 
 class _Python(TorchFunctionMode):
@@ -97,10 +97,11 @@ class _Python(TorchFunctionMode):
         if func in _LIES:
             self.compared.add(_file_of(sys._getframe(1)))
         found = func(*args, **(kwargs or {}))
-        if func not in _SIZES or isinstance(args[0], Parameter):
+        if func not in _SIZES:
             return found
-        last = [*args[1:], *(kwargs or {}).values()]
-        return found if last and last[0] in (-1, args[0].ndim - 1) else _Size.noted(found, self)
+        given = [*args, *(kwargs or {}).values()]
+        own = isinstance(given[0], Parameter) or (len(given) > 1 and given[1] in (-1, given[0].ndim - 1))
+        return found if own else _Size.noted(found, self)
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
