@@ -191,7 +191,7 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
 
             return over_chunks(chunk, hidden, loss.weight, needed, cut)
 
-        def once(needed: Needed, hidden: Tensor, *_: Tensor | None) -> tuple[Tensor, Any]:
+        def at_once(needed: Needed, hidden: Tensor, *_: Tensor | None) -> tuple[Tensor, Any]:
             losses, *gradients = all_of(hidden, (share, extra), needed)
             return losses.sum() if divisor is None else losses.sum() * (divisor / divisor), gradients  # NaN of no row
 
@@ -203,7 +203,7 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
             return all_of(hidden, (share * gradient, extra * gradient), needed)[1:]
 
         if not by_row and not (recording and hidden.dtype is torch.float16):
-            found = given_away(once, scaled, rows, weight, bias)
+            found = given_away(at_once, scaled, rows, weight, bias)
             return found.to(dtype)
         # Gradients of a mean over 2048 rows of 32,000 classes are below float16's smallest number, and the factor that
         # GradScaler lifts them by is known in the backward pass alone.
