@@ -44,7 +44,7 @@ class OperationSchema:
         neutral: by name, the value at which an optional parameter does nothing.
         passed: arguments that reach a kernel as they are, without their value being part of what is chosen.
         arguments, known: every argument, tensors first, and the same as a set.
-        sizeless: the facts of a call that are no sizes and do not follow from them.
+        sizeless: the facts of a call that are no sizes and do not follow from them, but for those that ``derive`` adds.
         scaling: sizes along which a time changes smoothly; others (``head_dim``, ``page_size``) select code.
         implied: facts that sizes imply: works that differ in them alone are of one family.
         one_by_one: tensors that no kernel reads by vectors, apart from tables of places and counts.
