@@ -64,7 +64,13 @@ def test_experts_are_quantised_when_asked_for_and_follow_their_weights(of: str, 
     with torch.no_grad():
         whole[0].first.mul_(0.5)  # type: ignore[operator,union-attr]
     changed = results(whole[0])
+    with torch.no_grad():
+        whole[0].first[:, 3, 5] = torch.inf  # type: ignore[operator,union-attr]
+    endless = [results(whole[0]) for _ in range(2)]
     report.undo()
+    assert all(torch.equal(each.isfinite(), results(whole[0]).isfinite()) for each in endless)
+    with torch.no_grad():
+        whole[0].first[:, 3, 5] = twin[0].first[:, 3, 5] * 0.5  # type: ignore[operator,union-attr]
     assert off(changed, results(whole[0])) < lost
     assert off(results(twin[0]), before) < lost
 

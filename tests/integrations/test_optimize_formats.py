@@ -36,6 +36,28 @@ def test_weights_are_quantised_to_float8_when_asked_for(dtype: torch.dtype, unme
         lz.optimize(model, weights="fp8", activations="int8")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("of", ["int8", "int4", "fp8", "auto"])
+def test_a_weight_that_is_not_finite_keeps_its_own_code(of: str, value: float, unmeasured: None) -> None:
+    """Else its codes gave a finite number where the product has none, those of before did, or the call raised."""
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(256, 96), nn.Linear(96, 32)).eval(), torch.randn(7, 256)
+    with torch.no_grad():
+        report = lz.optimize(model, weights=of, accuracy=0.2)
+        assert {each.path for each in report.replaced if each.kind in of or of == "auto"} >= {"0", "1"}
+        model(rows)
+        model[0].weight[3, 5] = value
+        for _ in range(2):
+            assert torch.allclose(model[0](rows), functional.linear(rows, model[0].weight, model[0].bias), equal_nan=True)
+        model[0].weight[3, 5] = 2.0
+        assert 0.001 < off(model[0](rows), functional.linear(rows, model[0].weight, model[0].bias)) < 0.2
+        report.undo()
+        model[0].weight[3, 5] = value
+        report = lz.optimize(model, weights=of, accuracy=0.2)
+        assert "its weight is not finite" in next(each.why for each in report.left if each.path == "0")
+        assert "1" in {each.path for each in report.replaced}
+
+
 ORDER = ["int4", "fp8", "int8", "int4:32"]
 
 

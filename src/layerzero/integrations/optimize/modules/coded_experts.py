@@ -77,10 +77,10 @@ class CodedExperts(Experts, Requested):
     def weights(self, module: Module) -> tuple[Any, Any]:
         own = self.own(module)
         if [each.kind_for(weight) for each, weight in zip(self._sources, own, strict=False)] != [PACKED, PACKED]:
-            later, self._sources = bool(self._sources), tuple(map(PackedWeight, own))
             with torch.no_grad():
                 rows = [(each.detach().mT if self.form.transposed else each.detach()).contiguous() for each in own]
                 self._codes = narrowed(rows[0], self.of), narrowed(rows[1], self.of)
+            later, self._sources = bool(self._sources), tuple(map(PackedWeight, own))
             self.own_bytes = sum(each.nbytes for each in own)
             if later or hasattr(self, "packed"):
                 self.renew(*self._codes)

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,9 +134,9 @@ def mixed(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> An
         except KeyError:  # pruned or parametrised since (adapters on experts): the module computes them
             return type(self).forward(self, hidden_states, *others)
         if serves(state, hidden_states, *learned):
-            try:
+            with suppress(InvalidCallError):
                 return compute(state, self, hidden_states, *others)
-            except InvalidCallError:
+            with suppress(InvalidCallError):  # no codes are of weights that are not finite
                 if state.renew(*state.weights(self)):
                     return mixed(self, hidden_states, *others)
     return type(self).forward(self, hidden_states, *others, **named)

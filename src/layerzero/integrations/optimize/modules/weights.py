@@ -90,6 +90,7 @@ class Request:
                 continue
             any_linear = True
             why = why or untimed(search, weight_of(module))
+            why = why or ("" if weight_of(module).isfinite().all() else "its weight is not finite, as all codes are")
             if not why and id(module) in heads and search.workload is None:
                 why = f"it gives the model's output; pass inputs= to see what {self.weights} loses there"
             if why:

@@ -209,10 +209,14 @@ class Made(CodedProduct, Requested):
     def follow(self, read: tuple[Tensor, ...]) -> bool:
         (weight,), source = read, self._source
         if source is None or source.kind_for(weight) != PACKED:
+            try:
+                made = self._quantised(weight)
+            except InvalidCallError:  # it is not finite now
+                return False
             if source is not None and source.is_late:
                 self._tell(weight)
             self._source = PackedWeight(weight)
-            self.exchange(self._quantised(weight))
+            self.exchange(made)
         return True
 
     def _quantised(self, weight: Tensor) -> Weight:
@@ -220,6 +224,8 @@ class Made(CodedProduct, Requested):
             rows = (weight.detach().t() if self.turned else weight.detach()).contiguous()
             if self.of != "int8":
                 return narrowed(rows, self.of)
+            if not rows.isfinite().all():
+                raise InvalidCallError("optimize", ["weight: wanted finite numbers, got one that is not"])
             codes, scale = lz.quantize(rows, "int8", per="row")
         return codes, scale.reshape(-1)
 
