@@ -96,3 +96,13 @@ def test_what_has_no_rows_behind_each_other_is_told_what_helps():
     with pytest.raises(lz.KVCacheError, match="its layers are read by paged_attention"):
         paged.rows(["a"], 0)
     paged.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_a_negated_view_of_float8_is_refused_by_name(dtype):
+    keys, values = (torch.zeros(2, 4, 2, 8).to(dtype) for _ in range(2))
+    one, new = torch.tensor(1.0), torch.randn(1, 2, 8)
+    with pytest.raises(lz.InvalidCallError, match="key_cache: wanted no negated view of float8"):
+        lz.append_quantized_kv_(new, new, torch._neg_view(keys), values, torch.tensor([3]), one, one)
+    with pytest.raises(lz.InvalidCallError, match="quantized: wanted no negated view of float8"):
+        lz.dequantize(torch._neg_view(keys), one, dtype="fp8_e4m3" if "e4" in str(dtype) else "fp8_e5m2")

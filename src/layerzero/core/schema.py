@@ -253,6 +253,8 @@ def _tensor_problem(
     elif schema.same_dtype and value.dtype != first.dtype and schema.takes(first.dtype):  # else the first is at fault
         wanted, got = dtype_name(first.dtype), dtype_name(value.dtype)
         problems.append(f"{schema.label}: wanted dtype {wanted} like {first_name}, got {got}")
+    elif value.dtype.itemsize == 1 and value.is_neg() and value.is_floating_point():
+        problems.append(f"{schema.label}: wanted no negated view of float8, whose sign torch cannot resolve, got one")
     if value is not first and value.device != first.device:
         problems.append(f"{schema.label}: wanted device {first.device} like {first_name}, got {value.device}")
     named = axes[1:] if axes and axes[0] == "..." else axes
