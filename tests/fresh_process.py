@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.metadata
 import importlib.util
 import logging
 import math
@@ -69,28 +68,17 @@ register_random(NUMBERS)
 if not torch.cuda.is_available():
     torch.manual_seed = Numbers.seed  # 0.5 ms less, of which tests of operations take 3
 
-VERSION = importlib.metadata.version
+VERSION = probe.installed_version
 
 
 @functools.cache
 def looked_up(name, path):
     """A version that was found, or None: each test asks anew for some twenty libraries, 1 ms each."""
     assert path == tuple(sys.path)
-    try:
-        return VERSION(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return VERSION(name)
 
 
-def version(name):
-    """As :func:`importlib.metadata.version`, which does not remember."""
-    found = looked_up(name, tuple(sys.path))
-    if found is None:
-        raise importlib.metadata.PackageNotFoundError(name)
-    return found
-
-
-importlib.metadata.version = version
+probe.installed_version = lambda name: looked_up(name, tuple(sys.path))
 IMPORTABLE = probe._importable
 
 

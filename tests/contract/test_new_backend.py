@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import importlib.util
 import re
 import shutil
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.engine import probe
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import FUNCTIONS
 from tools.__main__ import main
@@ -39,8 +39,8 @@ def fastlib(monkeypatch):
     library.rms_norm = lambda input, weight, *, eps: torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
     library.__spec__ = importlib.util.spec_from_loader("fastlib", None)
     monkeypatch.setitem(sys.modules, "fastlib", library)
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "fastlib" else real(name))
+    real = probe.installed_version
+    monkeypatch.setattr(probe, "installed_version", lambda name: "1.0" if name == "fastlib" else real(name))
     return library
 
 

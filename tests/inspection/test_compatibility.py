@@ -20,8 +20,8 @@ LIBRARY = lz.Backend(name="lib", summary="", distribution="lib", versions=">=1,<
 @pytest.fixture
 def installed(monkeypatch):
     """Packages that are pretended to be installed."""
-    versions, real = {}, importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or real(name))
+    versions, real = {}, probe.installed_version
+    monkeypatch.setattr(probe, "installed_version", lambda name: versions.get(name) or real(name))
     probe.forget()
     yield versions
     probe.forget()
@@ -44,6 +44,20 @@ def test_what_is_known_of_a_version(version, known):
 def test_a_tested_version_lies_within_the_declared_range():
     with pytest.raises(lz.RegistrationError, match=r"tested: wanted versions within '>=1,<2', got \['3.0'\]"):
         lz.Backend(name="lib", summary="", distribution="lib", versions=">=1,<2", tested=("1.2", "3.0"))
+
+
+def test_the_version_of_a_distribution_is_the_one_that_its_metadata_tells(monkeypatch, tmp_path):
+    for name, text in (("one", "Version: 1.5+cpu \nName: one\n\nVersion: 9\n"), ("two", "Name: two\n\nVersion: 9\n")):
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\n{text}")
+    (tmp_path / "old-3.egg-info").mkdir()
+    (tmp_path / "old-3.egg-info" / "PKG-INFO").write_text("Metadata-Version: 1.0\nName: old\nVersion: 3\n\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [probe.installed_version(each) for each in ("one", "two", "old", "none")] == ["1.5+cpu", None, "3", None]
+    everything = {
+        each.name: each.version for each in importlib.metadata.distributions() if each.name in ("torch", "pip")
+    }
+    assert {name: probe.installed_version(name) for name in everything} == everything
 
 
 def test_doctor_warns_of_packages_that_do_harm_together(installed):

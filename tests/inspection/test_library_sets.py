@@ -13,6 +13,7 @@ import layerzero as lz
 from layerzero.cli.app import main
 from layerzero.core.device import Device
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine import probe
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection import diagnosis
@@ -93,7 +94,7 @@ def test_the_command_prints_it_and_refuses_what_names_no_set():
 
 def test_a_runtime_of_another_cuda_is_an_issue(monkeypatch):
     here = {"nvidia-cuda-runtime-cu12": "12.9.79", "nvidia-cuda-runtime": "13.0.48"}
-    monkeypatch.setattr(diagnosis, "installed_version", here.get)
+    monkeypatch.setattr(probe, "installed_version", here.get)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     (told,) = diagnosis.other_cudas()
     assert told.startswith("nvidia-cuda-runtime-cu12 12.9.79 with torch for CUDA 13.0: a process may load both")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections import Counter
 from dataclasses import replace
@@ -345,16 +344,8 @@ def test_calls_with_tables_and_optional_tensors_are_in_a_table(operation, tmp_pa
 @pytest.mark.parametrize("here", ["0.19.0", "0.20.1", None])
 def test_a_question_about_other_libraries_has_the_times_of_their_versions(here, first_table, monkeypatch):
     """What is installed here says nothing about them, nor do they about what is installed here."""
-    found_here = importlib.metadata.version
-
-    def version(name):
-        if name != "vllm":
-            return found_here(name)
-        if here is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return here
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    found_here = probe.installed_version
+    monkeypatch.setattr(probe, "installed_version", lambda name: here if name == "vllm" else found_here(name))
     monkeypatch.setattr(ENGINE, "_ledger", StoreLedger(Ledger()))
     probe.forget()
     call, kernel = attention(1, 2048), REGISTRY.kernel("vllm.flash_attn.v3")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 from dataclasses import replace
 
 import pytest
@@ -25,8 +23,8 @@ from layerzero.tuning.verification.vetting import vet_calls
 def versioned(plugin, monkeypatch, tmp_path):
     """The plugin with a distribution whose version can be set, and files that remember."""
     versions = {"plug": "1.5"}
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name) or real(name))
+    real = probe.installed_version
+    monkeypatch.setattr(probe, "installed_version", lambda name: versions.get(name) or real(name))
     lz.unregister_kernel("plug.rms")
     backend = Backend(name="plug", summary="a library", distribution="plug", versions=">=1,<2")
     lz.register_backend([replace(plugin.KERNEL, backend=backend, trust=Trust.DECLARED)])

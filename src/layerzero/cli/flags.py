@@ -31,12 +31,12 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import DropIn
 from layerzero.core.operation import Case, Routed
 from layerzero.core.plan import Report
+from layerzero.engine import probe
 from layerzero.engine.config import SCOPES
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
 from layerzero.inspection.answers import explain
-from layerzero.inspection.diagnosis import installed_version
 from layerzero.ops import PLAIN_FUNCTIONS, plain_function_of
 from layerzero.tuning.measurement.jobs import Shape, operations_named
 from layerzero.tuning.measurement.timing import Deadline
@@ -176,7 +176,9 @@ def pretend(installed: Mapping[str, str], missing: Iterable[str]) -> dict[str, s
     Raises: ValueError for a library that no backend asks for, or an unreadable version.
     """
     known = _known()
-    libraries = {name: version for names in known.values() for name in names if (version := installed_version(name))}
+    libraries = {
+        name: version for names in known.values() for name in names if (version := probe.installed_version(name))
+    }
     for name in missing:
         for spelling in _spellings(name, known, "--without"):
             libraries.pop(spelling, None)

@@ -142,10 +142,7 @@ class Machine:
             return self.torch
         if self.libraries is not None:
             return self.libraries.get(name)
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return installed_version(name)
 
     def unmet(self, requirements: Iterable[str], device: Device, hint: str = "") -> Reason | None:
         """Why the first requirement does not hold that does not; None where all do."""
@@ -166,6 +163,24 @@ class Machine:
         if version and within(version, specifier):
             return None
         return Reason(ReasonCode.VERSION_UNSUPPORTED, name, specifier, version or "absent", hint)
+
+
+_VERSION = re.compile(r"^version:[ \t]*(\S+)[ \t]*$", re.IGNORECASE | re.MULTILINE)
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a distribution; None where it is not installed.
+
+    It is read from the head of its metadata: ``importlib.metadata.version`` parses all of it, readme included, which
+    for the libraries here takes two thirds of 6 ms (AMD EPYC, 2026-11-28).
+    """
+    try:
+        found = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    head = (found.read_text("METADATA") or "").partition("\n\n")[0]
+    told = _VERSION.search(head)
+    return told[1] if told else found.version
 
 
 def _importable(name: str) -> bool:

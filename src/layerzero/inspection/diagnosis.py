@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable, Iterator
@@ -58,12 +57,12 @@ def status(backend: Backend, version: str) -> VersionStatus:
 def conflicts(backends: Iterable[Backend]) -> Iterator[str]:
     """What is wrong with packages that are installed together, and what to do."""
     for backend in backends:
-        own = next((name for name in backend.distributions if name and installed_version(name) is not None), None)
+        own = next((name for name in backend.distributions if name and probe.installed_version(name) is not None), None)
         for package, harm in backend.conflicts:
-            version = installed_version(package)
+            version = probe.installed_version(package)
             if own is not None and version is not None:
                 yield (
-                    f"{own} {installed_version(own)} with {package} {version}: {harm}; uninstall one of them, or "
+                    f"{own} {probe.installed_version(own)} with {package} {version}: {harm}; uninstall one of them, or "
                     "give one an environment of its own: isolation.pythons (docs/isolation.md)"
                 )
 
@@ -73,20 +72,12 @@ def other_cudas() -> Iterator[str]:
     runtime = torch.version.cuda
     for suffix in ("-cu11", "-cu12", "") if runtime else ():
         name = f"nvidia-cuda-runtime{suffix}"
-        version = installed_version(name)
+        version = probe.installed_version(name)
         if version is not None and version.partition(".")[0] != str(runtime).partition(".")[0]:
             yield (
                 f"{name} {version} with torch for CUDA {runtime}: a process may load both; install builds of all "
                 f"libraries for CUDA {str(runtime).partition('.')[0]}, or uninstall it"
             )
-
-
-def installed_version(name: str) -> str | None:
-    """The version of a distribution; None where it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @dataclass(frozen=True, slots=True)

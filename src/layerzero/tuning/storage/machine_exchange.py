@@ -14,7 +14,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 import hashlib
-import importlib.metadata
 import itertools
 import os
 import platform
@@ -31,6 +30,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.system import disk
+from layerzero.engine import probe
 from layerzero.engine.jit import NOTED, files_of, folder_of
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage.files import FileLedger, versions_of
@@ -186,10 +186,8 @@ def made_by() -> dict[str, str]:
     system = f"{platform.system()} {platform.machine()} {''.join(platform.libc_ver())}"
     found = {"python": platform.python_version().rpartition(".")[0], "system": system}
     for name in TOOLS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        if (version := probe.installed_version(name)) is not None:
+            found[name] = version
     for name, (variable, usual) in HOST_COMPILERS.items():
         path = shutil.which(os.environ.get(variable) or usual)
         if path is not None:
