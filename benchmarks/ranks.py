@@ -36,6 +36,7 @@ from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection import agreement  # noqa: F401  # ranks are forked from a process that imported it
 from layerzero.tuning.measurement.comparison import record_times
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")

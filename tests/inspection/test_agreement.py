@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import msgspec
 import pytest
 import torch
@@ -55,6 +57,20 @@ def test_each_class_is_chosen_for_by_the_lowest_rank_that_knows_it(monkeypatch):
     assert 64 not in asked
     assert found.choices[name].kernel == "mine.two"
     assert any("hidden=96 " in each for each in found.choices)
+
+
+def test_no_garbage_is_collected_while_others_wait_for_a_choice(monkeypatch):
+    seen, real = [], arrivals.alone
+    monkeypatch.setattr(arrivals, "alone", lambda call: seen.append(gc.isenabled()) or real(call))
+    lz.rms_norm(X, WEIGHT)
+    lz.agree()
+    lz.thaw()
+    monkeypatch.setattr(arrivals, "alone", lambda call: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lz.agree()
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
 
 
 def test_new_times_count_at_the_next_agreement_alone():

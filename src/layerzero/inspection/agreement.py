@@ -19,6 +19,7 @@ import msgspec
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
+from layerzero.core.system.memory import uncollected
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Agreed, FrozenChoice, ranks_choose
@@ -252,7 +253,8 @@ def _answered(
     """Make an answer, tell it, and get what was decided; where making it fails on one rank, all raise."""
     answer, raised = Answer(), None
     try:
-        answer = make()
+        with uncollected():  # all ranks wait
+            answer = make()
     except BaseException as error:  # noqa: BLE001  # the others wait for this one's answer
         answer, raised = Answer(failed=f"{what}: {type(error).__name__}: {error}"), error
     try:

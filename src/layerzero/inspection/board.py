@@ -160,7 +160,7 @@ class Board:
             if CLOCK() - began > self.timeout_s:
                 return self._put(store, stage, Decided(problems=[self._missing(store, stage)]))
             time.sleep(pause)
-            pause = min(pause * 1.5, LONGEST_PAUSE_S)
+            pause = min(pause * 1.2, LONGEST_PAUSE_S)
         return bytes(store.get(self._key(stage, "decided")))
 
     def _asked_again(self, stage: str, error: RuntimeError) -> bytes:

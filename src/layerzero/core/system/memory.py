@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,18 @@ from torch.nn import Parameter
 
 from layerzero.core.device import Device
 from layerzero.core.system import forking, resources
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage meanwhile: to look through what torch and its libraries hold may take 120 ms."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Reading(NamedTuple):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerzero.core.evidence import Measurement
 from layerzero.core.facts import Facts
+from layerzero.core.system.memory import uncollected
 from layerzero.tuning.measurement.clocks import CALMER, Clock, Run, Sample
 
 WARM_CALLS = 3
@@ -127,7 +126,7 @@ def race(runs: Mapping[str, Run], clock: Clock, effort: Effort, *, seed: int = 0
         for runner in runners.values():
             for _ in range(WARM_CALLS - 1):
                 runner.about_us = clock.once(runner.run)
-    with _undisturbed():
+    with uncollected():
         sample_s = _turns(runners, clock, effort, order)
         calmer = clock.calmer() if effort.steady else None
         for _ in range(2):
@@ -192,18 +191,6 @@ def _stop_hopeless(runners: Mapping[str, Runner], factor: float) -> None:
     for runner in racing:
         turns = zip(runner.taken, best.taken, strict=True)
         runner.stopped = all(own.at_least_us > factor * other.time_us for own, other in turns)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Collect no garbage while the clock runs."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def measurement(
