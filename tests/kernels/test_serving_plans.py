@@ -106,6 +106,9 @@ def test_a_shared_prefix_is_planned_as_one_sequence_of_all_queries():
     step.advance()
     assert prefix.plans[1] == prefix.plans[0]
     assert rest.plans[1][0][3] == [2, 3]
+    lens[1] = 3
+    with pytest.raises(lz.InvalidCallError, match="at least the 4 tokens of the shared pages, got 3"):
+        step.advance()
 
 
 def test_a_latent_decode_is_planned_for_as_many_queries_of_each_sequence():
@@ -220,7 +223,8 @@ def test_lost_tokens_are_counted_behind_the_copy_of_their_device(monkeypatch):
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *sizes, pin_memory=False, **more: zeros(*sizes, **more))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    current = ["stream of {}"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0].format(device))
     count = LateCount()
     count.add(torch.tensor([False, True]).as_subclass(OnDevice))
     assert recorded == ["stream of cpu"]
@@ -234,3 +238,13 @@ def test_lost_tokens_are_counted_behind_the_copy_of_their_device(monkeypatch):
     assert len(recorded) == 2, "a newer copy sends the first, which is told, away"
     arrived[0] = True
     assert (count.untold(), len(recorded), count.untold()) == (2, 3, 2)
+
+    sums = torch.Tensor.__add__
+    monkeypatch.setattr(OnDevice, "__add__", lambda *_: pytest.fail("counts of two streams were added"), raising=False)
+    current[0] = "another stream of {}"
+    count.add(more)
+    assert (recorded[-1], count.untold()) == ("another stream of cpu", 2)
+    monkeypatch.setattr(OnDevice, "__add__", sums)
+    current[0] = "stream of {}"
+    count.add(more)
+    assert (recorded[-1], count.untold()) == ("stream of cpu", 2)

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Param
+from layerzero.core.errors import InvalidCallError
 from layerzero.core.graph_capture import capturing
 from layerzero.core.judge import Elementwise, Exact
 from layerzero.core.operation import Operation
+from layerzero.engine.failures import check_values
 from layerzero.engine.plan_source import PlanUnusableError
 from layerzero.engine.reference import as_tuple
 from layerzero.ops.linear.packed import PackedWeight
@@ -168,8 +170,13 @@ def advanced(trial: Trial) -> Finding:
             tensor.copy_(turned)
         elif each.counts in divided:  # where parts begin, and behind them where the last one ends
             tensor.copy_(turned[:1] - turned)
-        else:  # may shrink, not grow
+        else:  # may shrink, not grow, and not below what the call promises, as pages that sequences share
+            before = tensor.clone()
             tensor.copy_((tensor + 1) // 2)
+            try:
+                check_values(plan, bound)
+            except InvalidCallError:
+                tensor.copy_(before)
     _refresh(trial, call)
     truth = compare.for_kernel(compare.expected(call), trial.kernel)
     problems = compare.problems(plan.run(**bound), call.arguments, truth)

@@ -29,6 +29,7 @@ from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt,
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, workspace
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
+from layerzero.core.errors import refuse
 from layerzero.core.facts import Facts
 from layerzero.ops.cascade import CASCADE, MERGE_STATES
 from layerzero.ops.paged import mixed
@@ -68,7 +69,11 @@ class _Cascade:
         self.rest = varlen.PlannedPages(self._rest, arguments, page_size, "fa2")
 
     def _lens_on_host(self, step: StepMetadata) -> Tensor:
-        return step.host[0] - self._shared
+        lens = step.host[0] - self._shared
+        if bool((lens < 0).any()):  # its plan has a negative size, or pages of another sequence
+            wanted = f"context_lens: wanted at least the {self._shared} tokens of the shared pages"
+            refuse("cascade_attention", [f"{wanted}, got {int(step.host[0].min())}"])
+        return lens
 
     def update(self, step: StepMetadata) -> None:
         self._lens.copy_(step.context_lens - self._shared)

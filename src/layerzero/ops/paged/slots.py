@@ -15,6 +15,7 @@ from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.handle import Handle
 from layerzero.core.indices import IN_C
+from layerzero.core.system import forking
 from layerzero.ops.ragged.starts import is_readable, sequences_of
 
 if TYPE_CHECKING:
@@ -281,19 +282,17 @@ def host_table_problems(tables: object, like: Tensor) -> list[str]:
 class LateCount:
     """How many values were wrong so far, wherever they were counted.
 
-    A count on a GPU is copied behind the work that made it; the host knows it once it has arrived. One copy is on its
-    way at a time: where each step counts before it asks, a newer copy would never have arrived.
+    A count on a GPU is copied behind the work that made it; the host knows it once it has arrived. Each stream has a
+    count of its own: a sum of two streams' counts read memory that was not written yet (H200, 2026-11-28).
 
     Attributes:
         is_late: whether something was counted on a GPU, so that a later query may report it.
     """
 
     def __init__(self) -> None:
-        self._on_host = self._told = 0
-        self._counted: Tensor | None = None
-        self._seen: Tensor | None = None
-        self._arrived: torch.cuda.Event | None = None
-        self._is_sent = self._is_newer = False
+        self._on_host = 0
+        self._streams: dict[Any, _StreamCount] = {}
+        self._lock = forking.lock()
 
     def __reduce__(self) -> tuple[type[LateCount], tuple[()]]:
         """A copy has counted nothing yet: the event of a copy on its way is this process's."""
@@ -301,34 +300,57 @@ class LateCount:
 
     def add(self, wrong: Tensor | int) -> None:
         """Count what is wrong: a number, or a tensor of bool where it lies."""
-        if isinstance(wrong, int):
-            self._on_host += wrong
+        if not isinstance(wrong, int) and wrong.is_cuda:
+            stream, count = torch.cuda.current_stream(wrong.device), wrong.sum()
+            with self._lock:
+                if stream not in self._streams:
+                    self._streams[stream] = _StreamCount()
+                self._streams[stream].add(count, stream)
             return
-        count = wrong.sum()
-        self._counted = count if self._counted is None else self._counted + count
-        self._is_newer = self._counted.is_cuda
-        if self._is_newer and not self._is_sent:
-            self._send(self._counted)
-
-    def _send(self, counted: Tensor) -> None:
-        self._seen = torch.zeros((), dtype=torch.int64, pin_memory=True) if self._seen is None else self._seen
-        if self._arrived is None:
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._seen.copy_(counted, non_blocking=True)
-        self._arrived.record(torch.cuda.current_stream(counted.device))
-        self._is_sent, self._is_newer = True, False
+        with self._lock:
+            self._on_host += int(wrong if isinstance(wrong, int) else wrong.sum())
 
     @property
     def is_late(self) -> bool:
-        return self._seen is not None
+        return bool(self._streams)
 
     def untold(self) -> int:
         """How many were counted since the last question, as far as the host knows by now."""
-        if self._is_sent and self._arrived is not None and not self._arrived.query():  # type: ignore[no-untyped-call]
+        with self._lock:
+            count, self._on_host = self._on_host, 0
+            for stream, counted in self._streams.items():
+                count += counted.untold(stream)
+        return count
+
+
+class _StreamCount:
+    """What was counted on one stream. One copy is on its way at a time: newer ones in a row would never arrive."""
+
+    def __init__(self) -> None:
+        self._counted: Tensor | None = None
+        self._told = 0
+        self._is_sent = self._is_newer = False
+        self._seen = torch.zeros((), dtype=torch.int64, pin_memory=True)
+        self._arrived: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def add(self, count: Tensor, stream: torch.cuda.Stream) -> None:
+        self._counted = count if self._counted is None else self._counted + count
+        self._is_newer = True
+        if not self._is_sent:
+            self._send(stream)
+
+    def _send(self, stream: torch.cuda.Stream) -> None:
+        """Copy the count; only where ``stream`` is the current one, behind whose work the copy belongs."""
+        if self._counted is not None and torch.cuda.current_stream(self._counted.device) == stream:
+            self._seen.copy_(self._counted, non_blocking=True)
+            self._arrived.record(stream)
+            self._is_sent, self._is_newer = True, False
+
+    def untold(self, stream: torch.cuda.Stream) -> int:
+        if not self._is_sent or not self._arrived.query():  # type: ignore[no-untyped-call]
             return 0
-        seen = self._counted if self._seen is None else self._seen
-        total = self._on_host + (0 if seen is None else int(seen))
+        total = int(self._seen)
         count, self._told, self._is_sent = total - self._told, total, False
-        if self._is_newer and self._counted is not None:
-            self._send(self._counted)
+        if self._is_newer:
+            self._send(stream)
         return count
