@@ -62,6 +62,8 @@ def test_times_are_shown():
     assert data["times"][0]["median_us"] == 20.0, "the latest"
     assert data["times"][0]["here"]
     assert answer('perfdb show --operation "attention.*"', code=1)["rows"] == 0
+    assert answer("perfdb show --operation rms_norm")["rows"] == answer("perfdb show --operation norm.rms")["rows"] == 3
+    assert answer("perfdb show --operation attention", code=1)["rows"] == 0
 
 
 def test_a_time_is_a_line():
@@ -350,7 +352,7 @@ def test_findings_are_exported_as_the_options_say_and_how_many_are_left_out_is_t
         return done["findings"], done["findings_left"]
 
     assert exported("") == exported("--here") == (3, 0)
-    assert exported("--operation norm.*") == (2, 1)
+    assert exported("--operation norm.*") == exported("--operation rms_norm") == (2, 1)
     assert exported("--operation mlp.linear --kernel torch.*") == (1, 2)
     assert "1 findings left out" in run(f"perfdb export {file} --operation norm.*").output
     monkeypatch.setattr(records, "capability_of", lambda _: "another")

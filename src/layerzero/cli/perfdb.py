@@ -24,7 +24,9 @@ perfdb = typer.Typer(help="Show, pass on, take over, forget and check measured t
 perfdb.info.epilog = "\b\nExamples:\n  layerzero perfdb show\n  layerzero perfdb export times.jsonl"
 
 KernelGlob = Annotated[str, typer.Option("--kernel", metavar="KERNEL", help="Only this kernel; a glob.")]
-OperationGlob = Annotated[str, typer.Option("--operation", metavar="OPERATION", help="Only this operation; a glob.")]
+OperationGlob = Annotated[
+    str, typer.Option("--operation", metavar="OPERATION", help="Only this function or operation; a glob.")
+]
 OnlyHere = Annotated[bool, typer.Option("--here", help="Only times that count on this machine as it is now.")]
 
 
@@ -193,14 +195,17 @@ def named(database: Database, kernel: str, operation: str) -> list[Row]:
     from layerzero.engine.registry import REGISTRY
     from layerzero.engine.settings import nearest
     from layerzero.tuning.storage import archive
+    from layerzero.tuning.storage.machine_exchange import covered
 
     with readable(database):
         rows = list(archive.rows(database))
     found = list(archive.matching(rows, kernel=kernel, operation=operation))
     kernels = {each.kernel for each in rows}.union(each.id for each in REGISTRY.kernels())
     operations = {each.facts.get("operation", "") for each in rows}.union(REGISTRY.operations())
-    for option, glob, known in (("--kernel", kernel, kernels), ("--operation", operation, operations)):
-        if not found and not fnmatch.filter(known, glob):
+    of_kernels = "--kernel", kernel, kernels, fnmatch.filter(kernels, kernel)
+    of_operations = "--operation", operation, operations, [*filter(covered(operation), operations)]
+    for option, glob, known, meant in (of_kernels, of_operations):
+        if not found and not meant:
             got = f"got {glob!r}, which is none here{nearest(glob, known)}; `layerzero {option[2:]}s` lists them"
             raise ValueError(f"{option}: wanted a name or a glob of some, {got}")
     return found

@@ -163,12 +163,11 @@ def _builds(kernel: str, operation: str) -> list[PassedBuild]:
     from layerzero.core.device import devices_here
     from layerzero.engine.registry import REGISTRY
     from layerzero.tuning.measurement.tune import every_call
-    from layerzero.tuning.storage.machine_exchange import builds_of
+    from layerzero.tuning.storage.machine_exchange import builds_of, covered
 
     kinds = dict.fromkeys(each.torch_type for each in devices_here())
-    calls = (
-        job.facts(kind) for kind in kinds for job in every_call(kind) if fnmatch.fnmatchcase(job.operation, operation)
-    )
+    covers = covered(operation)
+    calls = (job.facts(kind) for kind in kinds for job in every_call(kind) if covers(job.operation))
     return builds_of(calls, [each for each in REGISTRY.kernels() if fnmatch.fnmatchcase(each.id, kernel)])
 
 

@@ -87,7 +87,8 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             found = msgspec.json.decode(Path(path).read_bytes(), type=Frost)
         except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: no UTF-8
-            raise FrozenChoiceError(str(path), [f"wanted frozen choices as JSON, got {error}"]) from error
+            got = error.strerror if isinstance(error, OSError) else error
+            raise FrozenChoiceError(str(path), [f"wanted frozen choices as JSON, got {got}"]) from error
         if found.format != FORMAT:
             raise FrozenChoiceError(str(path), [f"format: wanted {FORMAT}, got {found.format}"])
         if found.sealed().hash != found.hash:

@@ -30,7 +30,7 @@ from layerzero.tuning.storage import connections, journal_merge, learning, sql_s
 from layerzero.tuning.storage.connections import ForeignError, OtherVersionError
 from layerzero.tuning.storage.database import Database
 from layerzero.tuning.storage.environment import Environment, surroundings
-from layerzero.tuning.storage.machine_exchange import Finding, PassedBuild, check_build, check_finding, sealed
+from layerzero.tuning.storage.machine_exchange import Finding, PassedBuild, check_build, check_finding, covered, sealed
 from layerzero.tuning.storage.rows import Row, check, is_to_come, stored_row
 from layerzero.tuning.storage.store import StoreLedger
 from layerzero.tuning.storage.tables import Table
@@ -297,11 +297,12 @@ def unlike_here(*devices: Device) -> Callable[[Row], str]:
 def matching(
     found: Iterable[Row], *, kernel: str = "*", operation: str = "*", before: str = "", imported: bool = False
 ) -> Iterator[Row]:
-    """Rows by glob of kernel and operation, written before a date, imported ones only."""
+    """Rows by glob of kernel and name of operations, written before a date, imported ones only."""
+    covers = covered(operation)
     for row in found:
         if (
             fnmatch.fnmatchcase(row.kernel, kernel)
-            and fnmatch.fnmatchcase(row.facts.get("operation", ""), operation)
+            and covers(row.facts.get("operation", ""))
             and (not before or row.written_at < before)
             and (not imported or row.source)
         ):

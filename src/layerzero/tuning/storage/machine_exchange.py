@@ -11,6 +11,7 @@ one runs whatever it likes. A checksum finds damage, not forgery.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import hashlib
@@ -20,12 +21,13 @@ import platform
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from layerzero.core.device import Device, devices_here
+from layerzero.core.errors import UnknownOperationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
@@ -67,14 +69,22 @@ def found_here(ledger: Ledger) -> list[Finding]:
     return [Finding(name.kind, record) for name, record in files.files.all(*KINDS)]
 
 
+def covered(name: str) -> Callable[[str], bool]:
+    """Whether an operation is one that a function's name, an alias or a glob means; some rows are of none here."""
+    known: Collection[str] = ()
+    with contextlib.suppress(UnknownOperationError):
+        known = REGISTRY.operations_named(name)
+    return lambda operation: operation in known or fnmatch.fnmatchcase(operation, name)
+
+
 def matching(found: Iterable[Finding], *, kernel: str, operation: str, here: bool) -> Iterator[Finding]:
-    """Those by glob of kernel and operation; with ``here`` those alone that hold on this machine as it is now."""
-    devices = devices_here()
+    """Those by glob of kernel and name of operations; with ``here`` those alone that hold on this machine now."""
+    devices, covers = devices_here(), covered(operation)
     for each in found:
         of = each.record.what.split(" ", 1)[0]  # a class of calls names its operation first
         if (
             fnmatch.fnmatchcase(each.record.kernel, kernel)
-            and fnmatch.fnmatchcase(of, operation)
+            and covers(of)
             and not (here and unlike(each.record, devices))
         ):
             yield each
