@@ -336,6 +336,7 @@ ERRORS = {
     "explain attention.full --shape 1x8x4x64 --layout BSHD --causal": "wanted attention.full",
     "explain rms_norm --shape 4x8 --causal": "--causal: rms_norm has no argument 'causal'; it has input, weight, eps",
     "explain rms_norm --shape 4x8 --kv-shape 4x8": "wanted a function of two tensors alike, got rms_norm",
+    "explain rms_norm --shape 4x8 --layout BSHD": "--layout: rms_norm has no argument 'layout'; it has input, weight",
     "kernels rms_nrm": "unknown operation 'rms_nrm'; did you mean 'rms_norm'?",
     "fuzz --calls 1 --kernel torhc": "--kernel: wanted a library or kernel, got 'torhc', which names none here",
     "config check nowhere.yaml": "nowhere.yaml: wanted a file of settings, got nothing",
@@ -363,6 +364,24 @@ def test_usage_errors_exit_with_2():
     assert run("explain").exit_code == 2
     assert run("explain attention --shapes 1x2").exit_code == 2
     assert run("exlain").exit_code == 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 77, reason="a device has this number")
+@pytest.mark.parametrize("line", [
+    "fuzz --calls 1 --device cuda:77", "fuzz --calls 1 --device nope", "conformance --kernel torch.gelu --device nope",
+    "tune rms_norm --shapes 4x4 --device cuda:77", "bench rms_norm --shapes 4x4 --device cuda:77",
+    "perfdb prune --older-than 99999999999",
+])  # fmt: skip
+def test_what_no_machine_has_is_a_usage_error(line):
+    result = run(line)
+    assert result.exit_code == 2, result.exception
+    assert "Invalid value for '--" in result.stderr
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 77, reason="a device has this number")
+def test_tuning_for_a_device_that_is_not_here_says_so():
+    with pytest.raises(ValueError, match="wanted a device of this machine"):
+        lz.tune("rms_norm", [(4, 4)], device="cuda:77")
 
 
 @pytest.mark.parametrize("error", [KeyError("head_dim"), ValueError("x"), RuntimeError("a bug in a library")])

@@ -100,7 +100,8 @@ def test_a_file_that_is_cut_is_named(command, folder):
     shown = run(*command)
     assert shown.exit_code == 1
     assert "cut.json: wanted frozen choices as JSON" in shown.output
-    assert "none.json: wanted frozen choices as JSON, got No such file or directory" in run("plan", "show", "none.json").output
+    missing = run("plan", "show", "none.json")
+    assert "none.json: wanted frozen choices as JSON, got No such file or directory" in missing.output
 
 
 @pytest.mark.parametrize(("words", "problem"), [

@@ -141,21 +141,24 @@ Model = Annotated[
 ]
 
 
-def _device(text: str | None) -> str | None:
-    """A device's name as torch reads it. Raises: BadParameter."""
+def device_here(text: str | None) -> str | None:
+    """The name of a device of this machine, as torch reads it. Raises: BadParameter."""
     if text is not None:
-        import torch
+        from layerzero.core.device import Device
 
         try:
-            torch.device(text)
-        except RuntimeError as error:
-            raise typer.BadParameter(f"wanted a device such as cpu, cuda or cuda:1, got {text!r}") from error
+            Device.detect(text)
+        except (RuntimeError, ValueError) as error:
+            why = f": {error}" if isinstance(error, ValueError) else ""
+            raise typer.BadParameter(f"wanted a device such as cpu, cuda or cuda:1, got {text!r}{why}") from error
     return text
 
 
 Where = Annotated[
     str | None,
-    typer.Option("--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU.", callback=_device),
+    typer.Option(
+        "--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU.", callback=device_here
+    ),
 ]
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", help="Threads on a CPU; by default as torch has them.", min=1)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerzero.cli.calls import AsJson, Modules
+from layerzero.cli.calls import AsJson, Modules, device_here
 from layerzero.cli.output import FINE, NO, Answer, examples, import_modules, say
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ def fuzz(
     ] = None,
     module: Modules = None,
     device: Annotated[
-        str, typer.Option("--device", metavar="DEVICE", help="Device of the tensors, as torch names it.")
+        str,
+        typer.Option(
+            "--device", metavar="DEVICE", help="Device of the tensors, as torch names it.", callback=device_here
+        ),
     ] = "cpu",
     json: AsJson = False,
 ) -> Answer:
@@ -84,7 +87,10 @@ def conformance(
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", metavar="DEVICE", help="Device of the tensors; a GPU where there is one, else the CPU."
+            "--device",
+            metavar="DEVICE",
+            help="Device of the tensors; a GPU where there is one, else the CPU.",
+            callback=device_here,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed that draws the random calls.")] = 0,

@@ -91,7 +91,7 @@ def show(
 def prune(
     kernel: KernelGlob = "*",
     operation: OperationGlob = "*",
-    older_than: Annotated[int | None, typer.Option(metavar="DAYS", help="Only times older than this.", min=0)] = None,
+    older_than: Annotated[int | None, typer.Option(metavar="DAYS", help="Only older times.", min=0, max=99999)] = None,
     stale: Annotated[bool, typer.Option("--stale", help="Only times that do not count on this machine now.")] = False,
     imported: Annotated[bool, typer.Option("--imported", help="Only imported times.")] = False,
     unknown: Annotated[

@@ -65,15 +65,13 @@ def question(flags: CallFlags) -> CallQuestion:
     }
     for name in given:
         _check_parameter(function, name, "--param")
+    chosen = {name: getattr(flags, name) for name in ("layout", "causal") if getattr(flags, name) is not None}
+    for name in chosen:
+        _check_parameter(function, name, f"--{name}")
     arguments = (
         _of_case(flags, operations, dtype) if flags.case is not None else _of_shapes(flags, operations, dtype, values)
     )
-    arguments |= values
-    for name in ("layout", "causal"):
-        value = getattr(flags, name)
-        if value is not None:
-            _check_parameter(function, name, f"--{name}")
-            arguments[name] = value
+    arguments |= values | chosen
     for name in function.tensors:
         if name in given:
             arguments[name] = _tensor(function, name, given[name], dtype)

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec
 import msgspec
 import torch
 
+from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Case
@@ -263,6 +264,7 @@ def tune(
     """
     deadline = Deadline(budget_s)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    Device.detect(target)  # says so where there is none
     if isinstance(operation, str):
         jobs = asked_jobs(
             operation,
