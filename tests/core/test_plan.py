@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 import layerzero as lz
@@ -49,3 +51,10 @@ def test_a_report_counts_kernels_of_other_devices_and_keeps_their_reasons():
     assert "PLATFORM_MISMATCH" not in text
     assert not any(f"  {name}: refused" in text for name in elsewhere)
     assert report.reasons("flashinfer.rms_norm")
+
+
+def test_a_deep_copy_of_what_holds_a_plan_holds_the_same_plan():
+    bound = lz.bind(lz.rms_norm, torch.randn(3, 74), torch.randn(74))
+    held = copy.deepcopy({"plan": bound.plan, "report": bound.report})
+    assert held["plan"] is bound.plan
+    assert held["report"] == bound.report

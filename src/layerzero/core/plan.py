@@ -275,6 +275,10 @@ class Plan:
                 self.gives = each.dtype
         self.reads_negated = self.kernel.handles_negated and NEGATED not in self.reads
 
+    def __deepcopy__(self, memo: object) -> Plan:
+        """The plan itself: it holds code of this process, and no call changes what it computes."""
+        return self
+
     @property
     def kernel_id(self) -> str:
         """Id of the kernel."""
