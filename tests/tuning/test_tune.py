@@ -162,6 +162,15 @@ def test_shapes_find_their_operations():
     assert job.case.sizes["heads"] == 4
 
 
+@pytest.mark.parametrize("shapes", [(4, 64), [(4, "a")], [(4.0, 64)], [(-1, 64)], [((4, 64), 3)]], ids=str)
+def test_what_is_no_list_of_shapes_is_refused(shapes):
+    """A size that is no integer was left out in silence: of (4.0, 64) calls of (64,) were measured."""
+    with pytest.raises(ValueError, match=r"shapes: wanted a list of shapes, such as \[\(4, 64\)\], got "):
+        names("norm.rms", shapes, ["float32"], "cpu")
+    with pytest.raises(ValueError, match="shapes: wanted a list"):
+        lz.warmup("rms_norm", shapes)
+
+
 PREFILL = meaning_of(OPERATIONS["attention.gqa.prefill"].schema.axes)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import TensorSchema, permutation
+from layerzero.core.arguments import TensorSchema, permutation, told
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
@@ -220,9 +220,12 @@ def facts_of(
 
 
 def as_shapes(shape: Sequence[int] | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The shape of one tensor, or of several, as a list of shapes."""
-    several = [tuple(each) for each in shape if isinstance(each, (tuple, list))]
-    return several or [tuple(each for each in shape if isinstance(each, int))]
+    """The shape of one tensor, or of several, as a list of shapes. Raises: ValueError for what is neither."""
+    given: Any = shape if isinstance(shape, (tuple, list)) else ("no sequence",)
+    found = [*map(tuple, given)] if given and all(isinstance(each, (tuple, list)) for each in given) else [tuple(given)]
+    if not all(isinstance(size, int) and size >= 0 for each in found for size in each):
+        raise ValueError(f"shapes: wanted a list of shapes, such as [(4, 64)], got {told(shape)} as one of them")
+    return found
 
 
 def case_of_shapes(
