@@ -49,6 +49,16 @@ def test_logits_give_what_torch_gives(reduction, smoothing, weighed):
     torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize(("rows", "classes", "smoothing"), [(20000, 100, 0.0), (4, 20000, 0.1), (17, 1000, 1.0)])
+def test_sums_beyond_float16_are_summed_in_float32(rows, classes, smoothing):
+    """Over rows on a CPU, over classes anywhere: torch gives inf."""
+    torch.manual_seed(0)
+    logits, target = torch.randn(rows, classes).mul(3).half(), torch.randint(0, classes, (rows,))
+    with lz.scope(locks={"loss.cross_entropy": "torch.cross_entropy"}):
+        got = lz.cross_entropy(logits, target, label_smoothing=smoothing)
+    torch.testing.assert_close(got, functional.cross_entropy(logits.float(), target, label_smoothing=smoothing).half())
+
+
 @pytest.mark.parametrize("ignored", [-1, 9])
 def test_an_ignored_class_may_be_one_that_no_logit_has(ignored):
     logits, target = torch.randn(6, 9), torch.tensor([1, 8, ignored, 0, 3, ignored])

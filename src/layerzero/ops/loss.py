@@ -88,9 +88,10 @@ def by_torch(
     z_loss: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy``; in float32 where a softcap or a z-loss comes before or behind it."""
+    """``torch.nn.functional.cross_entropy``; in float32 with a softcap or a z-loss, and where it sums in float16."""
     dtype = logits.dtype
-    if softcap is not None or z_loss:
+    overflows = dtype is torch.float16 and (label_smoothing or logits.device.type == "cpu")  # over classes, over rows
+    if softcap is not None or z_loss or overflows:
         logits = capped(logits.to(wide(dtype)), softcap)
     factors = None if weight is None else weight.detach().to(logits.dtype)  # torch refuses those that want a gradient
     found = functional.cross_entropy(
