@@ -52,10 +52,13 @@ def ranks(monkeypatch, *others, unable=(), **changes):
     store.set_timeout(dt.timedelta(seconds=30))
     boards = [Board(range(count + 1), rank, 30.0, store, 1, Group()) for rank in range(count + 1)]
     for rank, document in enumerate(others):
+        packed = msgspec.msgpack.encode(document)
         told = msgspec.structs.replace(said_of(document), **changes)
+        if told.changed and not rank:
+            told = msgspec.structs.replace(told, document=packed)
         if told.versions != said_of(document).versions or changes.get("settings"):
             told = msgspec.structs.replace(told, word=1)
-        chosen_ = agreement.Answer(msgspec.msgpack.encode(document))
+        chosen_ = agreement.Answer(packed)
         said = {"arrive": told, "choose": chosen_, "able": agreement.Answer(unable=dict(unable))}
         for stage, value in said.items():
             boards[rank]._told(

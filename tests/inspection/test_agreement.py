@@ -16,6 +16,7 @@ from layerzero.engine.frozen_choices import Agreed
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection import arrivals
 from layerzero.inspection.arrivals import Known
+from layerzero.inspection.board import Board
 from layerzero.tuning.measurement.comparison import record_times
 
 pytestmark = pytest.mark.usefixtures("_two_kernels")
@@ -57,6 +58,19 @@ def test_each_class_is_chosen_for_by_the_lowest_rank_that_knows_it(monkeypatch):
     assert 64 not in asked
     assert found.choices[name].kernel == "mine.two"
     assert any("hidden=96 " in each for each in found.choices)
+
+
+def test_what_the_first_rank_chose_comes_with_it_where_others_know_no_more(monkeypatch):
+    stages, real = [], Board.settle
+    monkeypatch.setattr(Board, "settle", lambda board, *rest: stages.append(rest[0]) or real(board, *rest))
+    name, told = of_rank("mine.two")
+    ranks(monkeypatch, told)
+    assert lz.agree().choices[name].kernel == "mine.two"
+    assert stages == ["arrive", "able"]
+    lz.rms_norm(torch.ones(4, 96), torch.ones(96))
+    ranks(monkeypatch, told)
+    assert len(lz.agree().choices) == 2
+    assert stages[2:] == ["arrive", "choose", "able"]
 
 
 def test_no_garbage_is_collected_while_others_wait_for_a_choice(monkeypatch):

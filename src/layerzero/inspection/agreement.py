@@ -8,6 +8,7 @@ group's store (:mod:`layerzero.inspection.board`), which names a rank that does 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections import defaultdict
@@ -173,11 +174,15 @@ def _agreed(
     name: str = "agree",
 ) -> Frost:
     """What all ranks hold from now on."""
-    stamp, held, known = (ENGINE.epoch, ENGINE.winners), ENGINE.frozen, None
+    stamp, held, known, first = (ENGINE.epoch, ENGINE.winners), ENGINE.frozen, None, None
     try:
         anew = _chooses_anew(stamp)
         known = arrivals.Known(anew=anew)
-        came = msgspec.structs.replace(arrivals.arrival(known, changed=anew or bool(held and held.added)), words=words)
+        changed = anew or bool(held and held.added)
+        came = msgspec.structs.replace(arrivals.arrival(known, changed=changed), words=words)
+        if changed and not board.rank:  # it chooses for all classes that it knows, whatever the others say
+            first = _proposed(known)
+            came = msgspec.structs.replace(came, document=msgspec.msgpack.encode(first) if first else b"")
     except Exception as error:  # noqa: BLE001  # raised on every rank
         came = arrivals.Arrival(failed=f"{type(error).__name__}: {error}")
     said = board.settle("arrive", msgspec.json.encode(came), functools.partial(arrivals.arrived, board))
@@ -189,7 +194,7 @@ def _agreed(
     shared: Frost = document({})
     own: Mapping[str, FrozenChoice] = {}
     if verdict.kind == "choose":
-        shared, own = _chosen(board, verdict, known)
+        shared, own = _chosen(board, verdict, known, first)
 
     def answer(mine: arrivals.Known = known) -> Answer:
         if settle is not None:
@@ -229,17 +234,32 @@ def _chooses_anew(stamp: object) -> bool:
     return not isinstance(held, Agreed) or held.stamp != stamp or held.fallback
 
 
-def _chosen(board: Board, verdict: arrivals.Verdict, known: arrivals.Known) -> tuple[Frost, Mapping[str, FrozenChoice]]:
-    """What the ranks of this one's group choose, each class by one of them; and what this one chose of it."""
+def _proposed(known: arrivals.Known) -> Frost | None:
+    """What this process chooses; None where that fails: then its answer to the second question has the error."""
+    with uncollected(), contextlib.suppress(Exception):
+        return known.proposed()
+    return None
+
+
+def _chosen(
+    board: Board, verdict: arrivals.Verdict, known: arrivals.Known, first: Frost | None
+) -> tuple[Frost, Mapping[str, FrozenChoice]]:
+    """What the ranks of this one's group choose, each class by one of them; and what this one chose of it.
+
+    ``first`` is what this rank chose as it came, if it is the first of all.
+    """
+    own = [] if first is None else [first]
+    if verdict.document:
+        return msgspec.msgpack.decode(verdict.document, type=Frost), own[0].choices if own else {}
     place = next(place for place, group in enumerate(verdict.groups) if board.rank in group)
     leads = board.rank == verdict.groups[place][0]
     marks = None if leads else frozenset(arrivals.marks_in(verdict.choose.get(board.rank, b"")))
-    own = []
 
     def choose() -> Answer:
         if not leads and not marks:
             return Answer()
-        own.append(known.proposed(marks))
+        if not own:
+            own.append(known.proposed(marks))
         return Answer(msgspec.msgpack.encode(own[0]))
 
     said = _answered(board, "choose", "choosing", choose, functools.partial(_merged, verdict.groups))

@@ -24,7 +24,7 @@ from layerzero.engine.settings import DECIDE_NOTHING
 from layerzero.inspection.board import Board
 from layerzero.inspection.freeze import Frost, alone, difference, document, judged, version_of
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Of what ranks tell each other; the highest byte of their words."""
 
 
@@ -42,6 +42,7 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         held: hash of what it holds by agreement; empty for nothing.
         failed: why it does not take part.
         words: what else it says, of which those that all say count; None for nothing.
+        document: what the first rank chooses, so that others need not wait for it again; as MessagePack.
     """
 
     word: int = 0
@@ -54,6 +55,7 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held: str = ""
     failed: str = ""
     words: list[str] | None = None
+    document: bytes = b""
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,6 +75,7 @@ class Verdict(msgspec.Struct, frozen=True):
         told: a warning.
         words: what all ranks say.
         choose: what ranks that are not the first of their group choose for: classes that no lower one of it knows.
+        document: what all hold, where the first rank chose for all of them.
     """
 
     kind: Literal["same", "choose", "fallback"]
@@ -80,6 +83,7 @@ class Verdict(msgspec.Struct, frozen=True):
     told: list[str] = []
     words: list[str] = []
     choose: dict[int, bytes] = {}
+    document: bytes = b""
 
 
 def arrival(known: Known, *, changed: bool) -> Arrival:
@@ -188,7 +192,9 @@ def arrived(board: Board, said: Sequence[bytes]) -> Verdict:
         return Verdict("same", groups, others, common)
     if len(groups) > 1:
         others.append("ranks agree within their kind: " + "; ".join(_kind(board, arrivals, group) for group in groups))
-    return Verdict("choose", groups, others, common, _choosing(arrivals, groups))
+    choosing = _choosing(arrivals, groups)
+    whole = b"" if choosing or len(groups) > 1 else first.document
+    return Verdict("choose", groups, others, common, choosing, whole)
 
 
 def _choosing(arrivals: Sequence[Arrival], groups: Sequence[Sequence[int]]) -> dict[int, bytes]:
