@@ -221,3 +221,15 @@ def test_the_append_divides_by_one_scale_a_tensor(monkeypatch):
         *new, keys, values, slots, *call(HEAD)[-2:], device=Device.named("H100"), layout="NHD"
     )
     assert refused("vllm.append_codes", facts) == {"key_scale"}
+
+
+@pytest.mark.parametrize(("heads", "dim", "ends"), [(1, 16, False), (2, 16, True), (1, 32, True)])
+def test_the_append_has_a_warp_for_heads_that_lie_apart(heads, dim, ends):
+    new, slots, kernel = [torch.randn(1, heads, dim)] * 2, torch.tensor([3]), REGISTRY.kernel("vllm.append_paged")
+    for apart, runs in ((dim, True), (dim + 8, ends)):
+        caches = [torch.zeros(2, 16, heads, apart)[..., :dim] for _ in range(2)]
+        facts = FactsBuilder(REGISTRY.operation("kv.append.paged")).build(
+            *new, *caches, slots, device=Device.named("H100"), layout="NHD"
+        )
+        found = [str(finding.reason) for limit in kernel.limits for finding in limit.check(facts)]
+        assert any("32 numbers" in each for each in found) is not runs

@@ -383,3 +383,12 @@ def test_ggufs_codes_of_four_bits_are_codes_scales_and_offsets(kind):
     wanted = rows.float() @ numbers.t()
     terms = (rows.float().square() @ numbers.t().square()).sqrt()
     assert ((lz.quantized_linear(rows, known).float() - wanted).abs() <= 0.01 * (terms + wanted.abs())).all()
+
+
+@pytest.mark.parametrize("text", ["fp8", "fp8:rows=1", "fp8:group=32,rows=4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)], ids=str)
+def test_a_weight_without_numbers_is_quantised_and_gives_zeros(text, shape):
+    weight = lz.quantize_weight(torch.zeros(shape, dtype=torch.bfloat16), text)
+    output = lz.quantized_linear(torch.ones(2, shape[1], dtype=torch.bfloat16), weight)
+    assert output.shape == (2, shape[0])
+    assert not output.any()

@@ -251,8 +251,20 @@ def _cascade(own: Own, version: int, priority: int) -> Kernel:
     )
 
 
+HEADS_FOR_WARPS = limit.rule(
+    "key_cache: dense heads, or at least 32 numbers a token",
+    lambda facts: (
+        facts.size("kv_heads") * facts.size("head_dim") >= 32
+        or facts.tensors["key_cache"].strides[2] == facts["head_dim"]
+    ),
+    "NOT_CONTIGUOUS",
+    got=lambda facts: f"strides {facts.tensors['key_cache'].strides}",
+)
+"""Heads that lie apart go to a warp each; fewer numbers make no warp, and its loop never ends (vllm 0.20.0, H200,
+2026-11-28)."""
 WRITES = (
     limit.equal("value_dim", "head_dim"),
+    HEADS_FOR_WARPS,
     DenseTokens(("key", "value")),  # strides of a token's own axes are ignored in silence
     limit.contiguous("slot_mapping"),
     limit.last_stride_one("key_cache", "value_cache"),

@@ -33,7 +33,7 @@ from layerzero.backends.flashinfer.paged import SAME_STRIDES
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.rotary import HEADS_DIVIDE, TABLE_IN_FLOAT32, HeadsDense, TokensInLine, table_and_places
 from layerzero.backends.vllm.library import VLLM, operators
-from layerzero.backends.vllm.paged import SCALES, load_append
+from layerzero.backends.vllm.paged import HEADS_FOR_WARPS, SCALES, load_append
 from layerzero.backends.vllm.quantized import OF_CODES, load_append_codes
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -54,6 +54,7 @@ _TOKENS: tuple[Limit, ...] = (
     TABLE_IN_FLOAT32,
     HEADS_DIVIDE,
     limit.equal("value_dim", "head_dim"),
+    HEADS_FOR_WARPS,
     limit.contiguous("value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
     limit.last_stride_one("key_cache", "value_cache"),
     SAME_STRIDES,

@@ -232,7 +232,8 @@ def append_quantized_kv_(
     Args:
         slot_mapping: as of ``lz.append_paged_kv_``.
         key_scale, value_scale: what the cache's numbers are multiples of, above 0. Quotients beyond the dtype's range
-            become its largest number, infinities NaN in float8; those of int8 are rounded to even, from -127 to 127.
+            become its largest number, infinities NaN in float8, or its largest number, too, where vLLM's kernel runs;
+            those of int8 are rounded to even, from -127 to 127.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
         in debug mode for slots beyond the cache or named twice, and for scales of new tokens that are not above 0, too.

@@ -77,9 +77,13 @@ class Blocks(Scheme):
         return formats.multiplied(numbers, scale)
 
     def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
-        (outputs, inputs), rows = numbers.shape, of.rows or max(len(numbers), 1)
-        columns = of.group or inputs
-        whole = functional.pad(numbers.float().abs(), (0, -inputs % columns, 0, -outputs % rows))
+        outputs, inputs = numbers.shape
+        rows, columns = of.rows or max(outputs, 1), of.group or max(inputs, 1)  # one scale, too, of no number at all
+        below, right = (
+            max(-(-size // block), 0 if stated else 1) * block - size
+            for size, block, stated in ((outputs, rows, of.rows), (inputs, columns, of.group))
+        )
+        whole = functional.pad(numbers.float().abs(), (0, right, 0, below))
         most = whole.view(len(whole) // rows, rows, whole.shape[1] // columns, columns).amax((1, 3))
         scale = (most / formats.E4M3_LARGEST).masked_fill(most == 0.0, 1.0)
         each = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
