@@ -12,8 +12,10 @@ import torch
 
 import layerzero as lz
 from layerzero.core import limits
+from layerzero.core.evidence import call_work
 from layerzero.core.fact_reads import EVERYTHING, NEGATED, Watched, names_no_size, reads_of, watch
 from layerzero.core.facts import Facts, FactsBuilder, TensorFacts
+from layerzero.engine.headroom import result_bytes
 from layerzero.ops import OPERATIONS
 
 HALF = TensorFacts((1,), (1,), torch.half)
@@ -132,6 +134,16 @@ def test_what_cannot_be_watched_reads_everything(facts):
 ])  # fmt: skip
 def test_reads_tell_whether_calls_that_differ_in_sizes_agree(facts, limit, alike):
     assert names_no_size(reads_of(limit.check, facts), facts) is alike
+
+
+@pytest.mark.parametrize("made", [call_work, result_bytes], ids=lambda made: made.__name__)
+def test_what_is_made_of_facts_is_made_of_watched_ones_and_reads_them(facts, made):
+    watched = Watched(facts)
+    assert made(watched) == made(facts)
+    reads = watched.taken()
+    assert reads
+    assert made(watched) == made(facts)
+    assert watched.taken() == reads
 
 
 def test_derived_facts_have_to_be_declared():

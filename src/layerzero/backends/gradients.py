@@ -47,9 +47,10 @@ def once(compute: Callable[..., Any], operation: str) -> Callable[..., Any]:
             )
 
     def run(*arguments: Any, **named: Any) -> Any:
+        given = {None, *(each.grad_fn for each in (*arguments, *named.values()) if isinstance(each, Tensor))}
         found = compute(*arguments, **named)
         for each in found if isinstance(found, (tuple, list)) else (found,):
-            if isinstance(each, Tensor) and each.grad_fn is not None:
+            if isinstance(each, Tensor) and each.grad_fn not in given:  # an argument's node is the caller's
                 each.grad_fn.register_prehook(refuse)
         return found
 

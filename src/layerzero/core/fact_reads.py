@@ -52,6 +52,7 @@ class Watched(Facts):
         self._values, self._plain, self._moved = facts._values, facts, moved
         self.reads: set[str] = set()
         self._record: _Record = [self.reads.add]
+        self.taken()
 
     @property
     def tensors(self) -> Mapping[str, TensorFacts]:  # type: ignore[override]  # never set
@@ -62,6 +63,7 @@ class Watched(Facts):
         """What was read since the last call of this."""
         reads = frozenset(self.reads)
         self.reads.clear()
+        self.class_name, self.result_bytes, self.typed, self.work = "", None, None, ()  # made of facts, which are read
         return reads
 
     def close(self, owner: str = "") -> Reads:
