@@ -268,7 +268,7 @@ def test_a_layer_that_adds_otherwise_is_left_with_a_reason() -> None:
     ("turns", "told"),
     [
         (lambda _, rows: rows.shape[1] > 100, "compares how many rows"),
-        (lambda _, rows: rows.shape[:1].numel() > 2, "none of the layers' formulas"),
+        (lambda _, rows: rows.shape[:1].numel() > 2, "compares how many rows"),
         (lambda _, rows: bool(rows.max() > 50), "reads numbers of tensors"),
         (lambda layer, rows: setattr(layer, "last", rows), "writes into its attributes"),
     ],

@@ -47,11 +47,12 @@ def once(compute: Callable[..., Any], operation: str) -> Callable[..., Any]:
             )
 
     def run(*arguments: Any, **named: Any) -> Any:
-        given = {None, *(each.grad_fn for each in (*arguments, *named.values()) if isinstance(each, Tensor))}
+        given = {each.grad_fn for each in (*arguments, *named.values()) if isinstance(each, Tensor)}
         found = compute(*arguments, **named)
         for each in found if isinstance(found, (tuple, list)) else (found,):
-            if isinstance(each, Tensor) and each.grad_fn not in given:  # an argument's node is the caller's
-                each.grad_fn.register_prehook(refuse)
+            node = each.grad_fn if isinstance(each, Tensor) else None
+            if node is not None and node not in given:  # an argument's is the caller's
+                node.register_prehook(refuse)
         return found
 
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -230,7 +231,24 @@ def why_not(model: Any) -> str:
             return f"{type(each).__name__} has no attention by torch's function to compare with"
     if getattr(model.config, "output_attentions", False):
         return "it returns attention weights, which fast kernels never form"
+    if _sharing(model):
+        gc.collect()  # what waits for it is no other model
+    if other := _sharing(model):
+        return f"its config is also that of another {other}, which would change with it; give each a deep copy"
     return ""
+
+
+def _sharing(model: Any) -> str:
+    """The class of a live model that has a configuration of this one's that would be exchanged; empty for none.
+
+    A model around this one counts as this one, and so does what lies in it.
+    """
+    mine = {id(each) for each in configs_of(model) if each._attn_implementation != NAME}
+    kind = sys.modules["transformers"].PreTrainedModel
+    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    found = [each for each in found if id(vars(each).get("config")) in mine]
+    around = {id(one) for each in found if any(one is model for one in each.modules()) for one in each.modules()}
+    return next((type(each).__name__ for each in found if id(each) not in around), "")
 
 
 def attention_swap(model: Any) -> AttentionSwap:

@@ -30,8 +30,19 @@ from layerzero.integrations.optimize.layers.inner import Inner, inner
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, fit, normed, places
 from layerzero.integrations.optimize.modules.products import Block, block
-from layerzero.integrations.optimize.swaps.candidate import MORE, Candidate, agrees, distance, quiet, refusal, watching
-from layerzero.integrations.optimize.swaps.reads import COMPARES, READS, Reads
+from layerzero.integrations.optimize.swaps.candidate import (
+    ELSEWHERE,
+    MORE,
+    Candidate,
+    agrees,
+    alike,
+    distance,
+    extreme,
+    quiet,
+    refusal,
+    watching,
+)
+from layerzero.integrations.optimize.swaps.reads import Reads
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, trying, weight_of
 from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
@@ -243,6 +254,7 @@ def _tried(
     if isinstance(forms, str):
         return Left(path, cls, f"as a whole: {forms}"), liked
     forms.sort(key=lambda form: form[0] != liked)
+    calls = [*calls, max(calls, key=lambda call: call[0].numel())]  # with extreme numbers
     try:
         hidden, expected, why = _expected(made, calls, exchange)
     except Exception as raised:  # noqa: BLE001  # what a layer raises that names its cache otherwise (GPT-NeoX)
@@ -277,6 +289,8 @@ def _tried(
     nearest = f"the nearest is off by {least:.2g}"
     if least == float("inf"):
         nearest = next(iter(failed), "they cannot be compared")
+    if ELSEWHERE in failed:
+        return Left(path, cls, f"as a whole: {ELSEWHERE}"), liked
     return Left(path, cls, f"as a whole: its output is none of the layers' formulas{by}: {nearest}"), liked
 
 
@@ -332,11 +346,11 @@ def _expected(
             raise TypeError(f"wanted one tensor, the layer returns {type(each).__name__}")
     added = max((got - rows).abs().max().item() for got, rows in zip(first, hidden[:2], strict=True))
     hidden = [rows * min(1.0, added / 4) for rows in hidden]
+    hidden[-1] = extreme(hidden[-1])
     writes = "" if stamp.last.same else "its code writes into its attributes or buffers"
-    with exchange.stock(), Reads() as reads:  # type: ignore[no-untyped-call]
+    with exchange.stock(), Reads(module) as reads:
         expected = list(_run(stock, module, hidden, calls, made.cache))
-    asks = not reads.compared.isdisjoint(type(each).__module__ for each in module.modules())
-    return hidden, expected, READS if reads.seen else COMPARES if asks else writes
+    return hidden, expected, reads.why() or writes
 
 
 def _error(
@@ -360,8 +374,12 @@ def _error(
                 if not state.is_proved(hidden[0]):
                     return "its own code would run: something that it reads is no longer what it was"
             for one, two, rows, (_, named) in zip(outputs, expected, hidden, calls, strict=True):
-                if one.shape != two.shape:
-                    return f"a form gave {tuple(one.shape)}, the layer {tuple(two.shape)}"
+                for got, wanted in ((tuple(one.shape), tuple(two.shape)), (one.dtype, two.dtype)):
+                    if got != wanted:
+                        return f"a form gave {got}, the layer {wanted}"
+                if rows.isnan().any():
+                    ours, own = seen_rows(named.get("attention_mask"), one, two)
+                    return worst if alike(ours, own, large=state.norms[0] is not None) else ELSEWHERE
                 ours, own = seen_rows(named.get("attention_mask"), one - rows, two - rows)
                 for whose, each in (("the layer's own", own), ("a form's", ours)):
                     if not torch.isfinite(each).all():

@@ -196,7 +196,7 @@ def _engine(
             leaves, spec = pytree.tree_flatten(twin(*others, **named))
         if any(each._version for each in written) or not stamp.last.same:
             return "it writes into its input, its buffers or its attributes"
-        with Reads() as reads:  # type: ignore[no-untyped-call]
+        with Reads() as reads:
             twin(*call.others, **call.named)
         if reads.seen and all(each.is_floating_point() for each in tensors):  # masks are tried below
             return READS

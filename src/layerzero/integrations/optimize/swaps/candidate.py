@@ -17,7 +17,7 @@ from layerzero.core import emulation
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.plan import Report
-from layerzero.integrations.optimize.swaps.reads import COMPARES, READS, Reads
+from layerzero.integrations.optimize.swaps.reads import Reads
 from layerzero.integrations.optimize.swaps.stamp import is_recorder
 from layerzero.integrations.optimize.swaps.swap import (
     Forward,
@@ -115,40 +115,52 @@ def compared(found: Candidate) -> str:
     """Run the original and the new forward on the example; say what is wrong, empty where they agree."""
     module, dtype = found.swap.module, found.example.dtype
     example = found.example.clone()
+    flat = found.example.ndim < 4
     with quiet(module):
-        with Reads() as reads:  # type: ignore[no-untyped-call]
+        with Reads(module) as reads:
             expected = stock_forward(module)(example, *found.others)
         if not torch.equal(example, found.example):
             return "its code writes into its input"
-        if not found.may_read and (reads.seen or (reads.compared and found.example.ndim < 4)):
-            return READS if reads.seen else COMPARES
+        if why := reads.why(may_read=found.may_read, may_compare=not flat):
+            return why
         got = _new(found, found.example, *found.others)
         found.error = distance(got, expected)
         if got.dtype != expected.dtype or not agrees(found.error, dtype):
             wanted = f"at most {TOLERANCE.get(dtype, 0.0):.2g} of the largest value in {dtype_name(dtype)}"
             return f"{found.calls} by {found.kernel} was off by {found.error:.2g} on random input, wanted {wanted}"
-        if found.example.ndim < 4 and not found.others and not all(_agrees(found, each) for each in _elsewhere(found)):
-            return "its code gives other values for more or larger rows, as one with limits does"
-    return ""
+        if flat and not found.others and not all(_agrees(found, each, reads) for each in _elsewhere(found)):
+            return ELSEWHERE
+        return reads.why(may_read=found.may_read, may_compare=not flat)
 
+
+ELSEWHERE = "its code gives other values for more or larger rows, as one with limits does"
 
 LARGE = 64
 """How large numbers are that a limit (7 in gpt-oss's gate) would change; half precision holds products of them."""
 
+HUGE = 1e8
+"""The same where a dtype holds products of four of them."""
+
 
 def _elsewhere(found: Candidate) -> Iterator[Tensor]:
-    """Many rows of one token, and one row of many large ones, one small, which shows a norm's eps, one with NaN."""
+    """Many rows of one token, and one row of many large ones, one small, which shows a norm's eps, one with NaN.
+
+    Then larger ones by far, as far as the dtype goes.
+    """
     rows = found.example.flatten(0, -2).repeat(MORE, 1)
     large = rows * LARGE / rows.abs().mean()
     large[0] /= LARGE**3
     large[-1, :1] = torch.nan
     yield from (rows.unsqueeze(1), large.unsqueeze(0)) if found.example.ndim == 3 else (rows, large)
+    if torch.finfo(rows.dtype).max > HUGE**4:
+        yield (rows * HUGE).view(1, -1, rows.shape[-1]) if found.example.ndim == 3 else rows * HUGE
 
 
-def _agrees(found: Candidate, rows: Tensor) -> bool:
+def _agrees(found: Candidate, rows: Tensor, reads: Reads) -> bool:
     """Whether both agree on such rows, too, where the module takes them."""
     try:
-        expected = stock_forward(found.swap.module)(rows.clone())
+        with reads:
+            expected = stock_forward(found.swap.module)(rows.clone())
     except Exception:  # noqa: BLE001  # a convolution reads axes as channels, others count theirs
         return True
     got, finite = _new(found, rows), expected.isfinite()  # an own forward in half precision may overflow before
@@ -156,6 +168,22 @@ def _agrees(found: Candidate, rows: Tensor) -> bool:
         return False
     same = torch.equal(got[..., -1, :].isnan(), expected[..., -1, :].isnan())
     return same and agrees(distance(*(torch.where(finite, each, 0.0) for each in (got, expected))), rows.dtype)
+
+
+def extreme(rows: Tensor) -> Tensor:
+    """Rows (B, S, D), a sequence far larger than the one before, as far as their squares go; one number is NaN."""
+    factors = [1.0, LARGE, LARGE**2] + ([HUGE, HUGE**2 / 10] if torch.finfo(rows.dtype).max > HUGE**4 else [])
+    scale = torch.tensor([factors[each % len(factors)] for each in range(rows.shape[0])], dtype=torch.float32)
+    made = rows * scale.to(rows.device, rows.dtype)[:, None, None]
+    made[0, -1, 0] = torch.nan
+    return made
+
+
+def alike(ours: Tensor, own: Tensor, *, large: bool) -> bool:
+    """Whether results for such rows agree, each sequence by itself: NaN where it belongs, and ``large`` ones, too."""
+    if not torch.equal(ours[0, -1].isnan(), own[0, -1].isnan()):
+        return False
+    return not large or all(agrees(distance(one, two), two.dtype) for one, two in zip(ours[1:], own[1:], strict=True))
 
 
 def _new(found: Candidate, rows: Tensor, *others: Tensor) -> Any:

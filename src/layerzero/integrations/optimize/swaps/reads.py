@@ -1,11 +1,13 @@
-"""What a module's own code asks of tensors while it runs: numbers, and sizes that it compares.
+"""What a module's own code asks while it runs: numbers of tensors, sizes that it compares, and what lies outside of it.
 
-One run of an ``if`` shows one way of two. Code that asks may take the other one for another input. What torch makes of
-sizes by itself is not seen: ``x.shape[:-1].numel()``, and how many rows ``x.unbind()`` gives.
+One run of an ``if`` shows one way of two. Code that asks may take the other one for another input, or tomorrow. So code
+of others than the :data:`_LIBRARIES` may call what computes, and nothing that may answer otherwise another time: no
+clock, environment, random numbers or state of the process. Not seen: a list that is indexed by a size.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,13 +15,97 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READS = "its code reads numbers of tensors, as an `if` does, so that other input may take another way"
 
 COMPARES = "its code compares how many rows its input has or how they lie, so that other input may take another way"
+
+
+OUTSIDE = "its code calls {}, which another time may answer otherwise"
+
+LIMITS = "its code calls {}, which may change few values, none of them tried"
+
+_LIBRARIES = frozenset({"torch", "transformers", "diffusers", "layerzero", "accelerate", "peft", "einops", "numpy"})
+"""Packages whose modules ask only what their own tests know."""
+
+_HARMLESS = frozenset({
+    *("_collections_abc", "abc", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "types"),
+    *("typing",),
+})  # fmt: skip
+"""Others of which code may call functions in Python."""
+
+_OF_TORCH = (
+    *("_jit_internal", "_library", "_meta_registrations", "_ops", "_prims", "_refs", "_subclasses", "_tensor"),
+    *("_utils", "amp", "autograd", "compiler", "functional", "jit", "nn", "overrides", "utils"),
+)  # fmt: skip
+"""Modules of torch that compute, or tell of states in which the modules' own code runs anyway."""
+
+_IN_C = frozenset({
+    *("_operator", "cmath", "itertools", "math"),
+    *(f"torch._C._{each}" for each in ("fft", "linalg", "nested", "nn", "sparse", "special")),
+})  # fmt: skip
+"""The same of modules in C."""
+
+_BUILT_IN = frozenset({
+    *("abs", "all", "any", "callable", "divmod", "getattr", "hasattr", "isinstance", "issubclass", "iter", "len"),
+    *("max", "min", "next", "pow", "round", "setattr", "sorted", "sum", "is_autocast_enabled", "_get_tracing_state"),
+})  # fmt: skip
+"""Functions in C of which code may ask, by name."""
+
+_TYPES: tuple[type, ...] = (
+    *(Tensor, torch.Size, torch.dtype, str, bytes, int, float, complex, tuple, list, dict, set, frozenset, type),
+    *(slice, range),
+)  # fmt: skip
+"""Classes whose methods compute."""
+
+_FEW = frozenset({
+    *("clamp", "clamp_min", "clamp_max", "clip", "hardtanh", "threshold", "nan_to_num", "maximum", "minimum", "fmax"),
+    *("fmin", "max", "min", "gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal"),
+    *("not_equal", "isnan", "isinf", "isfinite", "isclose", "heaviside", "sign", "sgn", "floor", "ceil", "round"),
+    *("trunc", "fix", "frac", "fmod", "remainder", "bucketize", "searchsorted"),
+})  # fmt: skip
+"""Operators that change few fractions, or tell few from most: a run on others does not show what they do."""
+
+_EQUAL, _LARGEST = frozenset({"eq", "ne", "not_equal"}), frozenset({"max", "min"})
+
+_LOOKS = frozenset({
+    *("shape", "dtype", "ndim", "T", "mT", "H", "mH", "data", "real", "imag", "nbytes", "itemsize", "layout"),
+})  # fmt: skip
+"""Attributes of tensors that are computed with, or noted otherwise."""
+
+
+def _finds_few(name: str, others: list[Any]) -> bool:
+    """Whether an operator with these arguments behind the first does; which numbers are above 0, random ones show."""
+    if name in _LARGEST:  # along an axis, else
+        return any(isinstance(each, Tensor) for each in others)
+    zeros = [type(each) in {int, float} and each == 0 for each in others if each is not None]
+    return name in _FEW and (name in _EQUAL or not zeros or not all(zeros))
+
+
+def _is_own(module: str) -> bool:
+    first = module.partition(".")[0]
+    return first not in _LIBRARIES and first not in sys.stdlib_module_names
+
+
+def _allowed(called: Any) -> bool:
+    """Whether code may call a function in C."""
+    name, of = str(called.__name__), getattr(called, "__self__", None)
+    if isinstance(of, _TYPES):
+        return name != "is_inference"
+    if getattr(torch._C._VariableFunctions, name, None) == called:
+        return True
+    return getattr(of, "__name__", "") in _IN_C or name in _BUILT_IN
+
+
+def _may_call(name: str) -> bool:
+    """Whether code may call functions in Python of a module of this name, or what these call is looked at."""
+    first, _, rest = name.partition(".")
+    if first == "torch":
+        return rest.startswith(_OF_TORCH)
+    return first in _LIBRARIES or first in _HARMLESS or first not in sys.stdlib_module_names
 
 
 class _Size(int):
@@ -39,8 +125,8 @@ class _Size(int):
         return made
 
 
-def _file_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def _file_of(frame: FrameType | None) -> str:
+    return "sys" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
 def _noting(name: str, *, compares: bool) -> Callable[..., Any]:
@@ -49,16 +135,16 @@ def _noting(name: str, *, compares: bool) -> Callable[..., Any]:
 
     def method(self: _Size, *others: Any) -> Any:
         found = compute(self, *others)
-        if not compares:
+        if not compares and found is not NotImplemented:
             return _Size.noted(found, self.of)
-        if found is not NotImplemented:  # as for a tensor on the other side
+        if not isinstance(next(iter(others), None), Tensor):  # with a fraction, too, which goes on without
             self.of.compared.add(_file_of(sys._getframe(1)))
         return found
 
     return method
 
 
-for _word in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "truediv", "rtruediv"):
+for _word in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "hash", "truediv", "rtruediv", "divmod"):
     setattr(_Size, f"__{_word}__", _noting(f"__{_word}__", compares=True))
 for _word in (
     "add",
@@ -74,8 +160,12 @@ for _word in (
     "pow",
     "rpow",
     "neg",
+    *("pos", "abs", "invert", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift"),
 ):
     setattr(_Size, f"__{_word}__", _noting(f"__{_word}__", compares=False))
+
+_Size.__format__ = _noting("__format__", compares=True)  # type: ignore[method-assign]
+_Size.__repr__ = _noting("__repr__", compares=True)  # type: ignore[method-assign]
 
 _NUMBERS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__})
 _LIES = frozenset({Tensor.__len__, Tensor.is_contiguous, Tensor.stride, Tensor.storage_offset, Tensor.data_ptr})
@@ -88,15 +178,69 @@ class _Python(TorchFunctionMode):
 
     seen = False
 
-    def __init__(self) -> None:
+    def __init__(self, files: set[str]) -> None:
         super().__init__()
+        self._files, self.own = files, {each for each in files if _is_own(each)}
         self.compared: set[str] = set()
+        self.outside: dict[str, None] = {}
+        self.few: dict[str, None] = {}
+        self._lengths: dict[tuple[Any, ...], int] = {}
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._before = sys.getprofile()
+        sys.setprofile(self._hear)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        sys.setprofile(self._before)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _hear(self, frame: FrameType, event: str, called: Any) -> None:
+        """Note a call that own code makes; what it calls of others than libraries is its own, too."""
+        name = _file_of(frame)
+        if event == "c_call" and name in self.own:
+            of = getattr(called, "__self__", None)
+            if isinstance(of, _Size) or (isinstance(of, torch.Size) and called.__name__ == "numel"):
+                self.compared.add(name)
+            elif not _allowed(called):
+                where = getattr(of, "__name__", type(of).__name__)
+                self.outside[f"{where}.{called.__name__}".removeprefix("builtins.")] = None
+        elif event == "call" and name not in self.own and self._files:
+            caller = frame.f_back
+            while caller is not None and _file_of(caller).partition(".")[0] in _HARMLESS:
+                caller = caller.f_back
+            by = _file_of(caller)
+            if by in self.own and not _may_call(name):
+                self.outside[f"{name}.{frame.f_code.co_name}"] = None
+            elif _is_own(name) and frame.f_code.co_name != "<module>" and (by in self.own or by in self._files):
+                self.own.add(name)
+
+    def _look(self, func: Any, given: list[Any], found: Any, frame: FrameType | None) -> None:
+        """Note what own code asks of a tensor; where it gets more of them in another run, it may count its rows."""
+        while frame is not None and _file_of(frame).startswith("torch."):
+            if _file_of(frame).startswith("torch.nn.modules"):
+                return
+            frame = frame.f_back
+        if frame is None or _file_of(frame) not in self.own:
+            return
+        name = func.__name__.strip("_")
+        if name == "get" and func.__self__.__name__ not in _LOOKS:
+            self.outside[f"Tensor.{func.__self__.__name__}"] = None
+        elif given and isinstance(given[0], Tensor) and given[0].is_floating_point() and _finds_few(name, given[1:]):
+            self.few[name] = None
+        if name == "iter" or type(found) in {tuple, list}:
+            length = given[0].shape[0] if name == "iter" else len(found)
+            if self._lengths.setdefault((frame.f_code, frame.f_lasti, name), length) != length:
+                self.compared.add(_file_of(frame))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= func in _NUMBERS
         if func in _LIES:
             self.compared.add(_file_of(sys._getframe(1)))
         found = func(*args, **(kwargs or {}))
+        self._look(func, [*args, *(kwargs or {}).values()], found, sys._getframe(1))
         if func not in _SIZES:
             return found
         given = [*args, *(kwargs or {}).values()]
@@ -105,7 +249,7 @@ class _Python(TorchFunctionMode):
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what code asks meanwhile.
+    """Notes what the code of a module asks meanwhile, in one block or several; without one, whether numbers are read.
 
     Attributes:
         seen: whether it read numbers of tensors.
@@ -113,18 +257,36 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     seen = False
-    compared: set[str]
+
+    def __init__(self, module: Module | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        classes = set() if module is None else {type(each) for each in module.modules()}
+        forwards: list[Any] = [inspect.unwrap(each.forward) for each in classes]
+        self._files = {each.__module__ for each in (*classes, *forwards)}
+        self._python = _Python(self._files)
+        self.compared = self._python.compared
 
     def __enter__(self) -> Self:
-        self._python = _Python().__enter__()  # type: ignore[no-untyped-call]
+        self._python.__enter__()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._python.__exit__(*raised)
         self.seen |= self._python.seen
-        self.compared = self._python.compared
+
+    def why(self, *, may_read: bool = False, may_compare: bool = False) -> str:
+        """Why what was computed may be something else for another input or another time; empty where nothing."""
+        if self.seen and not may_read:
+            return READS
+        if self._python.outside:
+            return OUTSIDE.format(", ".join(self._python.outside))
+        if not (may_compare or may_read) and not self.compared.isdisjoint(self._files | self._python.own):
+            return COMPARES
+        return LIMITS.format(", ".join(self._python.few)) if self._python.few else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= torch.Tag.data_dependent_output in func.tags
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.__name__:
+            self._python.outside[f"torch.{func.overloadpacket.__name__}"] = None
         return func(*args, **(kwargs or {}))

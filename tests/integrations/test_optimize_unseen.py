@@ -1,0 +1,153 @@
+"""Modules whose code may compute something else for another input, in another process or at another time are left."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import layerzero as lz
+from decoders import made, tokens
+from layerzero.integrations.optimize.modules.products import block
+from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
+
+transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+
+OF_ROWS = {2: 1.0, 6: 1.0}
+
+ASKS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "inference mode": (lambda _: torch.is_inference_mode_enabled(), "is_inference_mode_enabled"),
+    "gradients": (lambda _: torch.is_grad_enabled(), "is_grad_enabled"),
+    "wants gradients": (lambda x: x.requires_grad, "Tensor.requires_grad"),
+    "threads": (lambda _: torch.get_num_threads() > 1000, "get_num_threads"),
+    "environment": (lambda _: os.environ.get("LZ_NO_SUCH"), "os.__getitem__"),
+    "process": (lambda _: os.getpid() == 0, "getpid"),
+    "time": (lambda _: time.time() < 0, "time.time"),
+    "random": (lambda _: random.random() > 2, "random"),
+    "random numbers": (lambda x: torch.rand(1) if x.ndim is None else x.sub_(torch.rand(1) * 0) is None, "torch.rand"),
+    "default dtype": (lambda _: torch.get_default_dtype() is torch.float64, "get_default_dtype"),
+    "device": (lambda x: x.device.index == 1, "Tensor.device"),
+    "deterministic": (lambda _: torch.are_deterministic_algorithms_enabled(), "are_deterministic_algorithms_enabled"),
+    "matmul": (lambda _: torch.backends.cuda.matmul.allow_tf32, "torch.backends"),
+    "rows": (lambda x: x.shape[:-1].numel() > 1000, "compares how many rows"),
+    "unbind": (lambda x: len(x.unbind()) > 1000, "compares how many rows"),
+    "loop": (lambda x: sum(1 for _ in x) > 1000, "compares how many rows"),
+    "bytes": (lambda x: x.numel() * x.element_size() > 1e9, "compares how many rows"),
+    "a table": (lambda x: OF_ROWS.get(x.shape[0], 0.0) == 0.0, "compares how many rows"),
+    "text": (lambda x: len(str(x.shape[0])) > 3, "compares how many rows"),
+    "bits": (lambda x: x.shape[0].bit_length() > 10 or x.shape[0] & 1024, "compares how many rows"),
+}
+
+VALUES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "clamp": (lambda x: torch.clamp(x, -1e30, 1e30), "clamp"),
+    "nan_to_num": (lambda x: x.nan_to_num(), "nan_to_num"),
+    "where": (lambda x: torch.where(x.abs() > 1e20, 0.0, x), "gt"),
+    "product": (lambda x: x * (x < 1e20), "lt"),
+    "soft limit": (lambda x: 1e6 * torch.tanh(x / 1e6), "for more or larger rows"),
+    "cast": (lambda x: x.half().to(x.dtype), "for more or larger rows|off by"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, change: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.change = nn.Linear(16, 24), nn.Linear(24, 16), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.down(functional.gelu(self.up(x)))
+        return rows * 2 if self.change(x) else rows
+
+
+class Changing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.change(self.down(functional.gelu(self.up(x))))
+        return made
+
+
+def why_left(module: nn.Module) -> str:
+    found = block(module.eval())
+    return compared(found) if isinstance(found, Candidate) else str(found)
+
+
+def test_a_block_of_its_own_is_taken() -> None:
+    assert why_left(Block(lambda _: False)) == ""
+    assert why_left(Changing(lambda x: x)) == ""
+
+
+@pytest.mark.parametrize("name", sorted(ASKS))
+def test_a_block_that_asks_is_left(name: str) -> None:
+    asks, told = ASKS[name]
+    assert told in why_left(Block(asks))
+
+
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_a_block_that_changes_few_values_is_left(name: str) -> None:
+    changes, told = VALUES[name]
+    assert any(each in why_left(Changing(changes)) for each in told.split("|"))
+
+
+def turned(forward: Callable[..., Any], dtype: torch.dtype = torch.float32) -> Any:
+    """A Llama whose layers have a forward of another's."""
+    model = made().to(dtype)
+    kind = type(model.model.layers[0])
+    for each in model.model.layers:
+        each.__class__ = type(
+            "Turned", (kind,), {"forward": lambda self, x, **named: forward(kind.forward, self, x, named)}
+        )
+    return model
+
+
+def layers_left(model: Any) -> str:
+    report = lz.optimize(model, padding=False)
+    assert "layer" not in {each.kind for each in report.replaced}
+    return "\n".join(each.why for each in report.left if each.module == "Turned")
+
+
+@pytest.mark.parametrize("name", sorted(ASKS))
+def test_a_layer_that_asks_is_left(name: str) -> None:
+    asks, told = ASKS[name]
+    model = turned(lambda stock, self, x, named: stock(self, x, **named) * (2 if asks(x) else 1))
+    assert told in layers_left(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted(VALUES))
+def test_a_layer_that_changes_few_values_is_left(name: str, dtype: torch.dtype) -> None:
+    changes, told = VALUES[name]
+    why = layers_left(turned(lambda stock, self, x, named: changes(stock(self, x, **named)), dtype))
+    assert any(each in why for each in told.split("|")), why
+
+
+def test_a_function_that_was_put_into_a_library_is_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    stock = kind.forward
+
+    def forward(self: Any, x: Tensor, **named: Any) -> Any:
+        return stock(self, x, **named) * (2 if os.environ.get("LZ_NO_SUCH") else 1)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    report = lz.optimize(made())
+    assert "layer" not in {each.kind for each in report.replaced}
+    assert any("os.__getitem__" in each.why for each in report.left)
+
+
+def test_models_that_share_a_config_keep_their_attention() -> None:
+    model = made()
+    other = type(model)(model.config).eval()
+    report = lz.optimize(model)
+    assert "attention" not in {each.kind for each in report.replaced}
+    assert any("its config is also that of another LlamaForCausalLM" in each.why for each in report.left)
+    assert other.config._attn_implementation == "sdpa"
+    del other
+    report.undo()
+    lz.optimize(model)
+    with torch.no_grad():
+        model(tokens())
