@@ -58,7 +58,6 @@ PROMPT = 5
 Call = tuple[Tensor, Mapping[str, Any]]
 """What a layer is called with: the hidden states, and arguments by name."""
 
-
 Form = tuple[tuple[Any, ...], Callable[[], Layer]]
 """A way in which a layer could compute, named by its order of parts, and what makes it."""
 
@@ -116,9 +115,8 @@ def _layers(prefix: str, exchange: AttentionSwap, search: Search, *, ours: bool)
     for parts_of, calls_of in finders:
         parts: dict[str, Parts | encoders.Parts] = {}
         for path, module in exchange.model.named_modules():
-            if (
-                id(module) not in known and (made := parts_of(module)) is not None
-            ):  # what holds one layer alone looks like that
+            made = None if id(module) in known else parts_of(module)
+            if made is not None:  # what holds one layer alone looks like that
                 parts = {each: of for each, of in parts.items() if each and not path.startswith(f"{each}.")}
                 parts[path] = made
         known |= {id(each.module) for each in parts.values()}
@@ -258,8 +256,7 @@ def _tried(
     try:
         hidden, expected, why = _expected(made, calls, exchange)
     except Exception as raised:  # noqa: BLE001  # what a layer raises that names its cache otherwise (GPT-NeoX)
-        why = f"it could not be run by itself: {in_short(raised)}"
-        return Left(path, cls, f"as a whole: {why}"), liked
+        hidden, expected, why = [], [], f"it could not be run by itself: {in_short(raised)}"
     if why:
         return Left(path, cls, f"as a whole: {why}"), liked
     least = float("inf")
