@@ -287,6 +287,6 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= torch.Tag.data_dependent_output in func.tags
-        if torch.Tag.nondeterministic_seeded in func.tags and "dropout_p" not in str(func._schema):
+        if torch.Tag.nondeterministic_seeded in func.tags and not func.__name__.startswith("_"):
             self._python.outside[f"torch.{func.overloadpacket.__name__}"] = None
         return func(*args, **(kwargs or {}))
