@@ -162,6 +162,17 @@ def test_shapes_find_their_operations():
     assert job.case.sizes["heads"] == 4
 
 
+def test_what_is_no_argument_is_refused_with_the_nearest():
+    """Warmup left it out in silence, and tuning spoke of shapes."""
+    wanted = r"causl: wanted an argument of attention.* got none; did you mean 'causal'\?"
+    with pytest.raises(ValueError, match=wanted):
+        names("attention", [(1, 8, 4, 16)], ["float32"], "cpu", params={"causl": True})
+    with pytest.raises(ValueError, match=wanted):
+        lz.warmup("attention", [(1, 8, 4, 16)], causl=True)
+    with pytest.raises(ValueError, match=r"shape: wanted an argument of norm\.rms, got none"):
+        lz.warmup("rms_norm", shape=[(4, 64)])
+
+
 @pytest.mark.parametrize("shapes", [(4, 64), [(4, "a")], [(4.0, 64)], [(-1, 64)], [((4, 64), 3)]], ids=str)
 def test_what_is_no_list_of_shapes_is_refused(shapes):
     """A size that is no integer was left out in silence: of (4.0, 64) calls of (64,) were measured."""

@@ -34,7 +34,7 @@ from layerzero.inspection.agreement import agreeing
 from layerzero.ops.calls import accepted, function_for
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.own_builds import outcome_of, wanted
-from layerzero.tuning.measurement.jobs import Job, Shape, jobs_of_cases, jobs_of_shape, operations_named
+from layerzero.tuning.measurement.jobs import Job, Shape, check_params, jobs_of_cases, jobs_of_shape, operations_named
 from layerzero.tuning.measurement.workload import every_call_of_file, jobs_of_file, jobs_of_model
 from layerzero.tuning.storage.host_notes import shortened
 from layerzero.tuning.verification.build_child import short_of_memory
@@ -247,6 +247,7 @@ def _others(
 def _jobs(operation: str, shapes: Sequence[Shape] | None, dtype: str, params: Mapping[str, Any]) -> list[Job]:
     """The wanted calls: of the operations that the name covers, and of no sibling."""
     implied, names = operations_named(operation)
+    check_params(names, params)
     given, layout = {**implied, **params}, params.get("layout")
     if shapes is None:
         return list(jobs_of_cases(names, [dtype], layout))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from layerzero.core.dtypes import dtype_name, dtype_named
+from layerzero.core.errors import meant
 from layerzero.core.evidence import call_work
 from layerzero.core.facts import Facts, plain
 from layerzero.core.operation import Case
@@ -152,6 +153,16 @@ def operations_named(name: str) -> tuple[dict[str, object], list[str]]:
         names, implied = OPERATION_ALIASES[name]
         return dict(implied), list(names)
     return {}, sorted(each for each in REGISTRY.operations_named(name) if function_of(each) is not None)
+
+
+def check_params(names: Sequence[str], params: Iterable[str]) -> None:
+    """Refuse what is an argument of none of these operations' calls. Raises: ValueError naming the nearest."""
+    of = [REGISTRY.operation(name) for name in names]
+    known = {each for one in of for each in (*one.schema.known, *(p.name for p in function_for(one).parameters))}
+    for each in params:
+        if each not in known:
+            near = meant(each, sorted(known))
+            raise ValueError(f"{each}: wanted an argument of {' or '.join(names) or 'an operation'}, got none{near}")
 
 
 def jobs_of_shape(

@@ -31,7 +31,15 @@ from layerzero.inspection.agreement import agreeing, is_first
 from layerzero.tuning.measurement import workload
 from layerzero.tuning.measurement.clocks import clock_of, current
 from layerzero.tuning.measurement.contest import Contest
-from layerzero.tuning.measurement.jobs import Job, Shape, default_grid, jobs_of_cases, jobs_of_shape, operations_named
+from layerzero.tuning.measurement.jobs import (
+    Job,
+    Shape,
+    check_params,
+    default_grid,
+    jobs_of_cases,
+    jobs_of_shape,
+    operations_named,
+)
 from layerzero.tuning.measurement.loop import Progress, run_loop
 from layerzero.tuning.measurement.timing import MIN_SAMPLES, Deadline, Effort
 from layerzero.tuning.measurement.tune_run import TunedChoice, TuningRun
@@ -76,6 +84,7 @@ def asked_jobs(
     if params:
         if shapes is None:
             raise ValueError(f"parameters: wanted them with shapes or cases, got {', '.join(params)}")
+        check_params(names, params)
         names = [name for name in names if params.keys() <= REGISTRY.operation(name).schema.known]
         implied |= params
     dims = None if head_dim is None else (head_dim,)
