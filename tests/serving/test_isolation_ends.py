@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import os
 import signal
 import socket
@@ -17,9 +18,11 @@ from torch.nn.functional import rms_norm
 
 import layerzero as lz
 from layerzero.core.errors import IsolatedKernelError
+from layerzero.core.indices import IN_C
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine import isolation
 from layerzero.engine.config import current_policy
+from layerzero.serving.isolation import arena as arenas
 from layerzero.serving.isolation import kernels, messages
 from layerzero.serving.isolation.arena import Arena
 from layerzero.serving.isolation.messages import Awake, Run
@@ -109,6 +112,58 @@ def test_a_large_call_is_answered_while_its_tensors_are_on_their_way(module, apa
     del result, again
     assert kernels.LIBRARIES["apart",].arena.take(1) is not None
     assert kernels.LIBRARIES["apart",].arena.held == 0, "errors hold no room"
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_large_results_arrive_as_they_lie(module, apart, turned):
+    x = torch.linspace(-1.0, 1.0, 1024 * 64).view(1024, 64)
+    x[0, 0] = module.TURNS if turned else 0.5
+    for _ in range(3):  # either way to copy
+        result = lz.rms_norm(x, WEIGHT, 1e-5)
+        assert torch.equal(result, rms_norm(x, (64,), WEIGHT, 1e-5))
+        assert result.is_contiguous() is not turned
+    assert kernels.LIBRARIES["apart",].worker.pid
+
+
+def test_a_copy_past_the_caches_is_one():
+    stream = IN_C.get("stream")
+    if stream is None:
+        pytest.skip("the extension is absent, or older")
+    source = torch.arange(512, dtype=torch.int64).view(torch.uint8)
+    for start, at, size in itertools.product((0, 1, 17), (0, 3, 15, 16), (0, 1, 15, 63, 64, 200, 1024)):
+        to = torch.zeros(2048, dtype=torch.uint8)
+        stream(to.data_ptr() + at, source.data_ptr() + start, size)
+        assert torch.equal(to[at : at + size], source[start : start + size])
+        assert not to[:at].any()
+        assert not to[at + size :].any()
+    with pytest.raises(TypeError, match="stream: wanted two addresses and bytes, got 1"):
+        stream(1)
+    with pytest.raises(ValueError, match="stream: wanted memory, got -1 bytes"):
+        stream(1, 1, -1)
+
+
+@pytest.mark.parametrize(("streams", "moves", "ways"), [(40, 400, [0, 1, 1, 1]), (40, 60, [0, 1, 0, 0])])
+def test_copies_go_the_way_that_took_less_and_try_the_other_now_and_then(monkeypatch, streams, moves, ways):
+    taken, now = [], [0]
+
+    def way(number, us):
+        def copy(to, address, size):
+            taken.append(number)
+            now[0] += us * 1000
+
+        return copy
+
+    monkeypatch.setitem(IN_C, "stream", way(1, streams))
+    monkeypatch.setattr(arenas.ctypes, "memmove", way(0, moves))
+    monkeypatch.setattr(arenas.time, "perf_counter_ns", lambda: now[0])
+    copy = arenas.Copier()
+    for _ in range(2 * arenas.TRIED_EVERY):
+        copy(1, 1, 1 << 20)
+    assert taken[:4] == ways
+    assert taken.count(1 - ways[-1]) in (2, 3), "of each way, the slower one was tried again"
+    taken.clear()
+    copy(1, 1, arenas.LARGE - 1)
+    assert taken == [0], "a small one is copied as ever"
 
 
 def test_other_threads_read_results_amid_a_fork(monkeypatch):

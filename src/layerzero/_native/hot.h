@@ -210,6 +210,7 @@ PyObject *stamp_places(PyObject *module, PyObject *const *args, Py_ssize_t given
 PyObject *stamp_unchanged(PyObject *module, PyObject *const *args, Py_ssize_t given);
 PyObject *stamp_stands(PyObject *module, PyObject *const *args, Py_ssize_t given);
 PyObject *stamp_checksum(PyObject *module, PyObject *const *args, Py_ssize_t given);
+PyObject *stamp_stream(PyObject *module, PyObject *const *args, Py_ssize_t given);
 
 /* module.c */
 

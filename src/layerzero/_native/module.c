@@ -260,6 +260,9 @@ static PyMethodDef module_methods[] = {
      "unchanged(objects, classes, dicts, keys, lists, names): whether all are what they were"},
     {"stands", (PyCFunction)(void (*)(void))stamp_stands, METH_FASTCALL, "stands(address, places, words)"},
     {"checksum", (PyCFunction)(void (*)(void))stamp_checksum, METH_FASTCALL, "checksum(address, bytes): of memory"},
+#ifdef __SSE2__
+    {"stream", (PyCFunction)(void (*)(void))stamp_stream, METH_FASTCALL, "stream(to, address, bytes): copy past caches"},
+#endif
     {"state", state_words, METH_NOARGS, "Dispatch keys, grad mode, function modes; None where not read."},
     {NULL},
 };

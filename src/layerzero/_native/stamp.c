@@ -1,6 +1,10 @@
 /* Whether objects are still what they were: dicts, lists, classes and names by identity, at a few nanoseconds each. */
 #include "hot.h"
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 /* How many entries a dict has, then where each of the items stands that are looked at: two look-ups in one. */
 static int same_dict(PyObject *dict, const int32_t *places, PyObject *items)
 {
@@ -167,3 +171,31 @@ PyObject *stamp_checksum(PyObject *module, PyObject *const *args, Py_ssize_t giv
     }
     return PyLong_FromUnsignedLongLong(sum);
 }
+
+#ifdef __SSE2__
+/* stream(to, address, bytes): copy memory that the caller knows to be there, by stores that go past the caches: a line
+ * that another CPU's cache holds is not waited for. */
+PyObject *stamp_stream(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    (void)module;
+    if (given != 3)
+        return PyErr_Format(PyExc_TypeError, "stream: wanted two addresses and bytes, got %zd arguments", given);
+    char *to = PyLong_AsVoidPtr(args[0]);
+    const char *from = PyLong_AsVoidPtr(args[1]);
+    Py_ssize_t bytes = PyLong_AsSsize_t(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (to == NULL || from == NULL || bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "stream: wanted memory, got %zd bytes", bytes);
+    Py_BEGIN_ALLOW_THREADS
+    Py_ssize_t at = Py_MIN((Py_ssize_t)(-(uintptr_t)to & 15), bytes);
+    memcpy(to, from, (size_t)at);
+    for (; at + 64 <= bytes; at += 64)
+        for (int part = 0; part < 64; part += 16)
+            _mm_stream_si128((__m128i *)(to + at + part), _mm_loadu_si128((const __m128i *)(from + at + part)));
+    memcpy(to + at, from + at, (size_t)(bytes - at));
+    _mm_sfence();
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+#endif

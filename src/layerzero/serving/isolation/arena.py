@@ -13,11 +13,13 @@ import functools
 import mmap
 import os
 import tempfile
+import time
 import weakref
 from collections import deque
 
 import torch
 
+from layerzero.core.indices import IN_C
 from layerzero.core.system import forking
 from layerzero.engine.isolation import span
 
@@ -44,6 +46,40 @@ def shared_file(size: int) -> int:
             file = os.dup(made.fileno())
     os.ftruncate(file, size)
     return file
+
+
+LARGE = 1 << 17
+"""Bytes whose copy takes longer than a message."""
+
+GAIN = 2.0
+"""How much faster a copy past the caches must be: what it wrote is read from memory."""
+
+TRIED_EVERY = 64
+"""After how many copies the slower way is tried again."""
+
+
+class Copier:
+    """Copies into memory that another CPU used last, in the way that lately took less.
+
+    A store past the caches does not wait for lines that the other CPU's cache holds: 1 MiB took 41 us so, and by
+    memmove 24 or 430, as the host had put the two CPUs (EPYC, 2026-11-28). Only the extension has it.
+    """
+
+    def __init__(self) -> None:
+        self._ns, self._count = [0.0, 0.0], 0  # a byte, of either way
+
+    def __call__(self, to: int, address: int, size: int) -> None:
+        """Copy so many bytes between addresses; other threads run meanwhile."""
+        stream = IN_C.get("stream")
+        if size < LARGE or stream is None:
+            ctypes.memmove(to, address, size)
+            return
+        self._count += 1
+        streams = (GAIN * self._ns[1] < self._ns[0]) is bool(self._count % TRIED_EVERY)
+        began = time.perf_counter_ns()
+        (stream if streams else ctypes.memmove)(to, address, size)
+        took = (time.perf_counter_ns() - began) / size
+        self._ns[streams] = min(took, 1.25 * self._ns[streams]) or took  # an interruption says little
 
 
 class Mapping:

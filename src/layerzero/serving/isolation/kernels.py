@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import shutil
 import socket
 import statistics
@@ -23,7 +22,7 @@ from layerzero.engine import isolation, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.isolation import COSTS, CallCost
 from layerzero.engine.policy import Policy
-from layerzero.serving.isolation.arena import Arena, tensor_in
+from layerzero.serving.isolation.arena import LARGE, Arena, Copier, tensor_in
 from layerzero.serving.isolation.messages import Done, Failed, Fetch, Form, Load, Run, Wanted, dtyped, load_of, packed
 from layerzero.serving.isolation.worker import START_S, Worker
 from layerzero.tuning.verification.child import homes
@@ -38,7 +37,6 @@ SAMPLES = 31
 """Calls of each size by which the cost of a call is measured: 40 ms together."""
 
 _FEW, _MANY = 1 << 12, 1 << 20  # bytes of those calls
-_MEANWHILE = 1 << 17  # bytes whose copy takes longer than the message behind it
 _LINE = 64  # of an address: tensors keep it, so that a vector load finds them as aligned as they were
 
 
@@ -63,7 +61,7 @@ class Library:
     """A library in a process of its own, and what that process has loaded."""
 
     def __init__(self, name: str, memory_bytes: int, command: tuple[str, ...]) -> None:
-        self.worker, self.arena = Worker(name, command), Arena(memory_bytes)
+        self.worker, self.arena, self._copied = Worker(name, command), Arena(memory_bytes), Copier()
         self._lock = forking.lock()
         self._loaded: dict[bytes, int] = {}
         self._built: set[int] = set()
@@ -158,7 +156,7 @@ class Library:
 
         def copy() -> None:
             for place, start, size in copies:
-                ctypes.memmove(self.arena.base + own[0] + place, start, size)
+                self._copied(self.arena.base + own[0] + place, start, size)
 
         def meanwhile() -> None:
             if request.copying:
@@ -170,7 +168,7 @@ class Library:
             place = 0
             if known.size:
                 place, room = self.arena.hold(known.size)
-            copying = own[1] >= _MEANWHILE
+            copying = own[1] >= LARGE
             state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
             values = tuple([packed(arguments[each]) for each in form.others])
             request = Run(number, form.number, at, values, (place, known.size), *state, new, copying)

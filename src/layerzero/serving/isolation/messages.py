@@ -19,8 +19,8 @@ Dtyped = tuple[str, tuple[int, ...], tuple[int, ...]]
 """The dtype, shape and strides of a tensor."""
 
 
-AWAKE_NS = 200_000
-"""How long a process stays awake for a message before it sleeps: a call of 1 MiB takes as long."""
+AWAKE_NS = 500_000
+"""How long a process stays awake for a message before it sleeps: a call of 1 MiB takes half as long."""
 
 MOST_ASLEEP = 1023
 """Messages in a row that are waited for asleep, before the next try."""
