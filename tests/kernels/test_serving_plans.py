@@ -134,7 +134,7 @@ def test_a_latent_decode_is_planned_for_as_many_queries_of_each_sequence():
 
 @pytest.mark.parametrize("kind", ["eager", "capturable"])
 def test_flash_mla_splits_the_work_once_a_step_unless_a_graph_replays_it(monkeypatch, kind):
-    from layerzero.backends.vllm import flash_attn
+    from layerzero.backends.vllm import latent
 
     given = []
 
@@ -144,14 +144,14 @@ def test_flash_mla_splits_the_work_once_a_step_unless_a_graph_replays_it(monkeyp
         return query[..., :latent_dim], lse, torch.tensor(len(given)), torch.tensor(0)
 
     operator = types.SimpleNamespace(dense_decode_fwd=types.SimpleNamespace(default=dense_decode_fwd))
-    monkeypatch.setattr(flash_attn, "operators", lambda *_: operator)
+    monkeypatch.setattr(latent, "operators", lambda *_: operator)
     sizes = {"latent_dim": 8, "seq_q": 2, "heads": 3}
 
     class Facts(dict):
         def size(self, name):
             return sizes[name]
 
-    run = flash_attn._load_flash_mla(Facts(step=kind, capturing=False))
+    run = latent._load_flash_mla(Facts(step=kind, capturing=False))
     query, cache = torch.randn(2, 2, 3, 12), torch.randn(4, PAGE, 12)
     table, lens = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([5, 3], dtype=torch.int32)
     step = lz.StepMetadata(table, lens, capturable=kind == "capturable")
