@@ -155,7 +155,9 @@ def test_a_weight_in_marlins_order_becomes_a_plain_one_and_comes_back(text):
             lambda: lz.repack(weight("mxfp4"), "awq"),
         ),
         ("permuted: wanted False", None, lambda: lz.quantize_weight(N, PERMUTED)),
-        ("weight: wanted finite numbers", None, lambda: lz.quantize_weight(N / 0.0, "int4")),
+        ("weight: wanted finite numbers, got one", None, lambda: lz.quantize_weight(N / 0.0, "int4")),
+        ("weight: wanted finite numbers, got none", None, lambda: lz.quantize_weight(N.to("meta"), "int4")),
+        ("group: wanted 0 or more", None, lambda: lz.quantize_weight(N, "int4", group_size=-7)),
         ("weight: wanted a floating tensor (N, K)", None, lambda: lz.quantize_weight(N[0], "int4")),
         (
             "format: wanted one that is made here, got gguf:Q4_K",

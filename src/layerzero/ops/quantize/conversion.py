@@ -50,7 +50,7 @@ def quantize_weight(
     """
     whole = _WHOLE.fullmatch(format) if isinstance(format, str) else None
     if whole is not None:
-        zeros, group = "stored" if zero_points else "none", 128 if group_size is None else max(group_size, 0)
+        zeros, group = "stored" if zero_points else "none", 128 if group_size is None else 0 if group_size == -1 else group_size
         of = WeightFormat("compressed-tensors", bits=int(whole[1]), group=group, zeros=zeros)
         problems = format_problems(of)
     else:
@@ -65,8 +65,8 @@ def quantize_weight(
         problems.append(f"weight: wanted a floating tensor (N, K) or (E, N, K), got {told(weight)}")
     elif not problems:
         problems += scheme_of(of).size_problems(of, *weight.shape[-2:])
-        if not bool(weight.isfinite().all()):
-            problems.append("weight: wanted finite numbers, got one that is not")
+        if weight.is_meta or not bool(weight.isfinite().all()):
+            problems.append(f"weight: wanted finite numbers, got {'none' if weight.is_meta else 'one that is not'}")
     if accuracy is not None and (type(accuracy) not in (int, float) or not accuracy >= 0):
         problems.append(f"accuracy: wanted a number from 0 or None, got {told(accuracy)}")
     if of.permuted:
