@@ -210,6 +210,21 @@ def test_weights_that_were_something_else_before_are_left(kind: str, change: Cal
     torch.testing.assert_close(model(ids).logits, expected)
 
 
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("odd", ["a bias of one number", "a bias of float32", "a negated weight"])
+def test_products_that_no_operation_takes_are_left(odd: str, weights: str | None) -> None:
+    """Each ended lz.optimize with an error, though torch broadcasts such a bias and reads such a weight."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval().requires_grad_(False)
+    if odd == "a bias of float32":
+        model[0].weight.data = model[0].weight.data.bfloat16()
+    elif odd == "a bias of one number":
+        model[0].bias.data = torch.ones(1)
+    else:
+        model[0].weight.data = torch._neg_view(model[0].weight.data)
+    report = lz.optimize(model, weights=weights)
+    assert "0" not in {each.path for each in report.replaced}
+
+
 @torch.no_grad()
 def test_layers_serve_whatever_the_order_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes a pruning back puts the weight behind the bias, which is None in most models."""

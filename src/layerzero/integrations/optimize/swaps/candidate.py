@@ -300,6 +300,8 @@ def _weight_problem(parameter: Parameter) -> str:
         return f"is no plain tensor but a {type(parameter.data).__name__}: quantised or sharded"
     if parameter.layout is not torch.strided:
         return f"is no dense tensor but {str(parameter.layout).removeprefix('torch.')}"
+    if parameter.is_neg():
+        return "is a negated view"
     if not parameter.is_floating_point():
         return f"is {str(parameter.dtype).removeprefix('torch.')}: quantised"
     return ""

@@ -329,8 +329,15 @@ def is_plain(module: Module | None) -> bool:
         and type(module).forward is Linear.forward
         and is_dense(module._parameters.get("weight"))  # it has none where it was pruned or parametrised
         and "bias" in module._parameters
+        and module.weight.ndim == 2
         and 0 not in module.weight.shape
+        and (module.bias is None or _like_row(module.bias, module.weight))
     )
+
+
+def _like_row(bias: Tensor, weight: Tensor) -> bool:
+    """Whether a bias is one as the operations take it: torch broadcasts others, or refuses them in each call."""
+    return bias.shape == weight.shape[:1] and bias.dtype is weight.dtype
 
 
 def turns(module: Module) -> bool | None:
