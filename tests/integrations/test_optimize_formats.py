@@ -58,6 +58,20 @@ def test_a_weight_that_is_not_finite_keeps_its_own_code(of: str, value: float, u
         assert "1" in {each.path for each in report.replaced}
 
 
+@pytest.mark.parametrize("of", ["int8", "int4", "fp8"])
+def test_a_weight_that_becomes_a_negated_view_or_float8_keeps_its_own_code(of: str, unmeasured: None) -> None:
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(256, 96)).eval().requires_grad_(False), torch.randn(7, 256)
+    with torch.no_grad():
+        lz.optimize(model, weights=of, accuracy=0.2)
+        model(rows)
+        model[0].weight.data = torch._neg_view(model[0].weight.data)
+        torch.testing.assert_close(model(rows), functional.linear(rows, model[0].weight, model[0].bias))
+        model[0].weight.data = model[0].weight.data.resolve_neg().to(torch.float8_e4m3fn)
+        with pytest.raises(RuntimeError, match="same dtype"):
+            model(rows)
+
+
 ORDER = ["int4", "fp8", "int8", "int4:32"]
 
 

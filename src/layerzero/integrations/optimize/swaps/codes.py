@@ -204,7 +204,9 @@ class Made(CodedProduct, Requested):
 
     def read(self, module: Module) -> tuple[Tensor, ...] | None:
         weight = module._parameters.get("weight")
-        return None if weight is None or not weight.is_floating_point() or weight.is_meta else (weight,)
+        if weight is None or not weight.is_floating_point() or weight.is_meta:
+            return None
+        return None if weight.is_neg() or weight.dtype.itemsize == 1 else (weight,)
 
     def follow(self, read: tuple[Tensor, ...]) -> bool:
         (weight,), source = read, self._source
