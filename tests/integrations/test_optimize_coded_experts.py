@@ -64,6 +64,11 @@ def test_experts_are_quantised_when_asked_for_and_follow_their_weights(of: str, 
     with torch.no_grad():
         whole[0].first.mul_(0.5)  # type: ignore[operator,union-attr]
     changed = results(whole[0])
+    whole[0].first.data = torch._neg_view(whole[0].first.data)  # type: ignore[operator,union-attr]
+    negated, of_plain = results(whole[0]), copy.deepcopy(twin)
+    of_plain[0].first.data.copy_(whole[0].first.data)  # type: ignore[operator,union-attr]
+    assert off(negated, results(of_plain[0])) < lost
+    whole[0].first.data = torch._neg_view(whole[0].first.data)  # type: ignore[operator,union-attr]
     with torch.no_grad():
         whole[0].first[:, 3, 5] = torch.inf  # type: ignore[operator,union-attr]
     endless = [results(whole[0]) for _ in range(2)]

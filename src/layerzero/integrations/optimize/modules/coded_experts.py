@@ -76,6 +76,8 @@ class CodedExperts(Experts, Requested):
 
     def weights(self, module: Module) -> tuple[Any, Any]:
         own = self.own(module)
+        if any(each.is_neg() for each in own):  # a view of what the codes are of
+            raise InvalidCallError("optimize", ["weights: wanted tensors as they lie, got a negated view"])
         if [each.kind_for(weight) for each, weight in zip(self._sources, own, strict=False)] != [PACKED, PACKED]:
             with torch.no_grad():
                 rows = [(each.detach().mT if self.form.transposed else each.detach()).contiguous() for each in own]
