@@ -342,7 +342,7 @@ class Clean(Gated):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [(ManyRows, "more or larger rows"), (Limited, "clamp"), (Clean, "nan_to_num")]
+    ("kind", "told"), [(ManyRows, "compares how many rows"), (Limited, "clamp"), (Clean, "nan_to_num")]
 )
 def test_a_block_that_computes_something_else_of_other_input_keeps_its_own_code(kind: type[Gated], told: str) -> None:
     report = lz.optimize(nn.Sequential(kind(functional.silu)).eval(), None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -92,6 +95,116 @@ def test_a_block_that_asks_is_left(name: str) -> None:
 def test_a_block_that_changes_few_values_is_left(name: str) -> None:
     changes, told = VALUES[name]
     assert any(each in why_left(Changing(changes)) for each in told.split("|"))
+
+
+FACTOR, OF_CLASS = 1.0, SimpleNamespace(scale=1.0)
+
+
+class Settings:
+    """Settings whose names are not those of its attributes."""
+
+    factors: ClassVar[dict[str, float]] = {"all": 1.0}
+    factor = 1.0
+
+    def __init__(self) -> None:
+        self._scale = 1.0
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+SETTINGS, SLOTTED = Settings(), Slotted()
+
+
+def helped(x: Tensor) -> Tensor:
+    return deeper(x)
+
+
+def deeper(x: Tensor) -> Tensor:
+    return x * FACTOR
+
+
+def doubling(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def around(*given: Any) -> Any:
+        return function(*given) * FACTOR
+
+    return around
+
+
+class Around(Block):
+    @doubling
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(functional.gelu(self.up(x)))
+        return made
+
+
+def kept() -> tuple[Callable[[Tensor], Tensor], dict[str, float]]:
+    held = {"factor": 1.0}
+    return lambda x: x * held["factor"], held
+
+
+BY_CELL, HELD = kept()
+
+FOLLOWED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, str]]] = {
+    "helper": (lambda: Changing(helped), (globals(), "FACTOR")),
+    "decorator": (lambda: Around(helped), (globals(), "FACTOR")),
+    "property": (lambda: Changing(lambda x: x * SETTINGS.scale), (vars(SETTINGS), "_scale")),
+    "class": (lambda: Changing(lambda x: x * Settings.factor), (Settings, "factor")),
+    "dict of a class": (lambda: Changing(lambda x: x * Settings.factors["all"]), (Settings.factors, "all")),
+    "name as text": (lambda: Changing(lambda x: x * getattr(OF_CLASS, "scale")), (vars(OF_CLASS), "scale")),  # noqa: B009
+    "closure": (lambda: Changing(BY_CELL), (HELD, "factor")),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FOLLOWED))
+def test_a_setting_is_followed_wherever_it_lies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, (where, key) = FOLLOWED[name]
+    module, rows = make().eval(), torch.randn(2, 3, 16)
+    found = block(module)
+    assert isinstance(found, Candidate)
+    assert compared(found) == ""
+    found.swap.on()
+    with torch.no_grad():
+        before = module(rows)
+        assert found.swap.state.stamp is not None
+        assert found.swap.state.stamp.holds()
+        if isinstance(where, type):
+            monkeypatch.setattr(where, key, 2.0)
+        else:
+            monkeypatch.setitem(where, key, 2.0)
+        torch.testing.assert_close(module(rows), type(module).forward(module, rows))
+        assert not torch.allclose(module(rows), before)
+
+
+class Counting(Block):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        made: Tensor = self.down(functional.gelu(self.up(x)))
+        return made
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        (Changing(lambda x: x * SLOTTED.scale), "reads SLOTTED"),
+        (Changing(lambda x: x * (2 if sys.flags.optimize > 9 else 1)), "reads sys"),
+        (Counting(helped), "writes into its attributes"),
+    ],
+    ids=["slots", "sys", "writes"],
+)
+def test_a_setting_that_nothing_tells_of_is_a_reason(module: nn.Module, told: str) -> None:
+    assert told in why_left(module)
 
 
 def turned(forward: Callable[..., Any], dtype: torch.dtype = torch.float32) -> Any:

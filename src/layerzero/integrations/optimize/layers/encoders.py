@@ -25,7 +25,7 @@ from layerzero.integrations.optimize.modules.norms import Normed, normed
 from layerzero.integrations.optimize.modules.products import Block, activations_of, orders
 from layerzero.integrations.optimize.swaps.candidate import MORE, watching
 from layerzero.integrations.optimize.swaps.joined_codes import following_weights
-from layerzero.integrations.optimize.swaps.stamp import code_of
+from layerzero.integrations.optimize.swaps.reads import code_of
 from layerzero.integrations.optimize.swaps.swap import weight_of
 from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
 from layerzero.integrations.optimize.times.workload import example_run

@@ -33,6 +33,7 @@ from layerzero.integrations.optimize.modules.products import Block, block
 from layerzero.integrations.optimize.swaps.candidate import (
     ELSEWHERE,
     MORE,
+    WRITES,
     Candidate,
     agrees,
     alike,
@@ -260,9 +261,7 @@ def _tried(
     if why:
         return Left(path, cls, f"as a whole: {why}"), liked
     least = float("inf")
-    ran: dict[str, None] = {}
-    failed: dict[str, None] = {}
-    tried: dict[str, None] = {}
+    ran, failed, tried = dict[str, None](), dict[str, None](), dict[str, None]()
 
     def saw(_: Function, plan: Plan) -> None:
         ran[plan.kernel_id] = None
@@ -344,7 +343,7 @@ def _expected(
     added = max((got - rows).abs().max().item() for got, rows in zip(first, hidden[:2], strict=True))
     hidden = [rows * min(1.0, added / 4) for rows in hidden]
     hidden[-1] = extreme(hidden[-1])
-    writes = "" if stamp.last.same else "its code writes into its attributes or buffers"
+    writes = "" if stamp.last.same else WRITES
     with exchange.stock(), Reads(module) as reads:
         expected = list(_run(stock, module, hidden, calls, made.cache))
     return hidden, expected, reads.why() or writes

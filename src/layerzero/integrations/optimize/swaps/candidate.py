@@ -18,7 +18,7 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.plan import Report
 from layerzero.integrations.optimize.swaps.reads import Reads
-from layerzero.integrations.optimize.swaps.stamp import is_recorder
+from layerzero.integrations.optimize.swaps.stamp import Stamp, is_recorder
 from layerzero.integrations.optimize.swaps.swap import (
     Forward,
     State,
@@ -115,13 +115,13 @@ def compared(found: Candidate) -> str:
     """Run the original and the new forward on the example; say what is wrong, empty where they agree."""
     module, dtype = found.swap.module, found.example.dtype
     example = found.example.clone()
-    flat = found.example.ndim < 4
+    flat, stamp = found.example.ndim < 4, Stamp(module, whole=False)
     with quiet(module):
         with Reads(module) as reads:
             expected = stock_forward(module)(example, *found.others)
         if not torch.equal(example, found.example):
             return "its code writes into its input"
-        if why := reads.why(may_read=found.may_read, may_compare=not flat):
+        if why := reads.why(may_read=found.may_read, may_compare=not flat) or ("" if stamp.last.same else WRITES):
             return why
         got = _new(found, found.example, *found.others)
         found.error = distance(got, expected)
@@ -132,6 +132,8 @@ def compared(found: Candidate) -> str:
             return ELSEWHERE
         return reads.why(may_read=found.may_read, may_compare=not flat)
 
+
+WRITES = "its code writes into its attributes or buffers, or what it names"
 
 ELSEWHERE = "its code gives other values for more or larger rows, as one with limits does"
 

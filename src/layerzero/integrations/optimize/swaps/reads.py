@@ -2,15 +2,17 @@
 
 One run of an ``if`` shows one way of two. Code that asks may take the other one for another input, or tomorrow. So code
 of others than the :data:`_LIBRARIES` may call what computes, and nothing that may answer otherwise another time: no
-clock, environment, random numbers or state of the process. Not seen: a list that is indexed by a size.
+clock, environment, random numbers or state of the process. What it names outside of itself is listed for stamps.
 """
 
 from __future__ import annotations
 
+import builtins
+import dis
 import inspect
 import sys
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Self
 
 import torch
@@ -25,6 +27,8 @@ COMPARES = "its code compares how many rows its input has or how they lie, so th
 
 
 OUTSIDE = "its code calls {}, which another time may answer otherwise"
+
+UNFOLLOWED = "its code reads {}, whose changes nothing tells"
 
 LIMITS = "its code calls {}, which may change few values, none of them tried"
 
@@ -85,7 +89,8 @@ def _finds_few(name: str, others: list[Any]) -> bool:
     return name in _FEW and (name in _EQUAL or not zeros or not all(zeros))
 
 
-def _is_own(module: str) -> bool:
+def is_own(module: str) -> bool:
+    """Whether it is no library's: a user's file, or a package that is not known."""
     first = module.partition(".")[0]
     return first not in _LIBRARIES and first not in sys.stdlib_module_names
 
@@ -106,6 +111,107 @@ def _may_call(name: str) -> bool:
     if first == "torch":
         return rest.startswith(_OF_TORCH)
     return first in _LIBRARIES or first in _HARMLESS or first not in sys.stdlib_module_names
+
+
+def functions_of(of: Any) -> Iterator[Any]:
+    """The forward of a module or a class, methods and properties that it names, own functions, and what these name."""
+    cls: Any = of if isinstance(of, type) else type(of)
+    held = {} if cls is of else vars(of)
+    waiting, done = [cls.forward], set[int]()
+    while waiting:
+        function = waiting.pop()
+        inner, code = getattr(function, "__wrapped__", None), getattr(function, "__code__", None)
+        if id(function) in done or function is getattr(Module, getattr(function, "__name__", ""), None):
+            continue
+        done.add(id(function))
+        waiting += [] if inner is None else [inner]
+        if not isinstance(code, CodeType) or (inner is not None and not is_own(function.__module__)):
+            continue
+        yield function
+        names, space = _names_in(code), function.__globals__
+        methods = [getattr(cls, each, None) for each in names]
+        waiting += [each.fget if isinstance(each, property) else each for each in methods if each is not None]
+        files = [vars(each) for each in map(space.get, names) if type(each) is ModuleType and is_own(each.__name__)]
+        found = [each.get(name) for each in (space, held, *files, _kept_by(function)) for name in names]
+        waiting += [each for each in found if isinstance(each, FunctionType) and is_own(each.__module__)]
+
+
+def _kept_by(function: Any) -> dict[str, Any]:
+    """What a function keeps: of the functions around it, and as defaults."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    kept = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+    defaults = {f"default {place}": each for place, each in enumerate(function.__defaults__ or ())}
+    return {**kept, **defaults, **(function.__kwdefaults__ or {})}
+
+
+def code_of(of: Any) -> tuple[set[str], list[dict[str, Any]]]:
+    """The names in the code of :func:`functions_of`, and the globals and cells of that code."""
+    names, spaces = set[str](), dict[int, dict[str, Any]]()
+    for function in functions_of(of):
+        kept = _kept_by(function)
+        names |= _names_in(function.__code__) | kept.keys()
+        spaces |= {id(each): each for each in (function.__globals__, kept) if each}
+    return names, list(spaces.values())
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(code.co_freevars, *inner)
+
+
+def is_object(value: Any) -> bool:
+    """Whether it only holds attributes, as a configuration does."""
+    return type(getattr(value, "__dict__", None)) is dict and not isinstance(
+        value, (type, Module, Tensor, ModuleType, FunctionType)
+    )
+
+
+def unfollowed(modules: Iterable[Module]) -> str:
+    """What own code names whose changes nothing tells: a module of the process, an object without a dict."""
+    for module in modules:
+        names = set[str]()
+        for function in functions_of(module):
+            if is_own(function.__module__):
+                code, named = function.__code__, {**vars(builtins), **function.__globals__, **_kept_by(function)}
+                names |= _names_in(code)
+                for name in _globals_in(code) | {*code.co_freevars}:
+                    if _is_strange(named.get(name)):
+                        return name
+        for name in names & vars(module).keys():
+            if _is_strange(vars(module)[name]):
+                return name
+    return ""
+
+
+def _globals_in(code: CodeType) -> set[str]:
+    inner = [_globals_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}.union(*inner)
+
+
+def _is_strange(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        first = value.__name__.partition(".")[0]
+        return first == "numpy" or (first in sys.stdlib_module_names - _HARMLESS and first not in _IN_C | {"operator"})
+    if isinstance(value, BuiltinFunctionType) and value.__module__ == "builtins":
+        return value.__name__ not in _BUILT_IN
+    if isinstance(value, (type, Module, FunctionType, BuiltinFunctionType, *_TYPES)) or value is None:
+        return value in {map, filter} if isinstance(value, type) else False
+    first = type(value).__module__.partition(".")[0]
+    slots = any(vars(each).get("__slots__") for each in type(value).__mro__ if is_own(each.__module__))
+    return first not in _LIBRARIES and (slots or first == "_thread" or not is_object(value))
+
+
+def _catches_or_indexes(code: CodeType, *, sized: bool) -> bool:
+    """Whether code goes on after errors or, where it read how many rows there are, indexes or counts by a number."""
+    before, fixed = "", {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"}  # no number of rows
+    for each in dis.get_instructions(code):
+        indexes = each.opname == "BINARY_SUBSCR" or (each.opname == "BINARY_OP" and each.argrepr == "[]")
+        counts = each.opname == "LOAD_GLOBAL" and each.argval in {"range", "math", "operator"}
+        catches = before == "PUSH_EXC_INFO" and each.opname != "WITH_EXCEPT_START"
+        if catches or (sized and (counts or (indexes and before not in fixed))):
+            return True
+        before = each.opname
+    return False
 
 
 class _Size(int):
@@ -147,21 +253,9 @@ def _noting(name: str, *, compares: bool) -> Callable[..., Any]:
 for _word in ("lt", "le", "gt", "ge", "eq", "ne", "bool", "int", "float", "hash", "truediv", "rtruediv", "divmod"):
     setattr(_Size, f"__{_word}__", _noting(f"__{_word}__", compares=True))
 for _word in (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "pow",
-    "rpow",
-    "neg",
-    *("pos", "abs", "invert", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift"),
-):
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "neg", "pos"),
+    *("abs", "invert", "and", "rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift"),
+):  # fmt: skip
     setattr(_Size, f"__{_word}__", _noting(f"__{_word}__", compares=False))
 
 _Size.__format__ = _noting("__format__", compares=True)  # type: ignore[method-assign]
@@ -180,10 +274,12 @@ class _Python(TorchFunctionMode):
 
     def __init__(self, files: set[str]) -> None:
         super().__init__()
-        self._files, self.own = files, {each for each in files if _is_own(each)}
+        self._files, self.own = files, {each for each in files if is_own(each)}
         self.compared: set[str] = set()
         self.outside: dict[str, None] = {}
         self.few: dict[str, None] = {}
+        self.codes: set[CodeType] = set()
+        self.sized = False
         self._lengths: dict[tuple[Any, ...], int] = {}
         self._before: Any = None
 
@@ -207,15 +303,18 @@ class _Python(TorchFunctionMode):
             elif not _allowed(called):
                 where = getattr(of, "__name__", type(of).__name__)
                 self.outside[f"{where}.{called.__name__}".removeprefix("builtins.")] = None
-        elif event == "call" and name not in self.own and self._files:
+        elif event == "call" and name in self.own:
+            self.codes.add(frame.f_code)
+        elif event == "call" and self._files:
             caller = frame.f_back
             while caller is not None and _file_of(caller).partition(".")[0] in _HARMLESS:
                 caller = caller.f_back
             by = _file_of(caller)
             if by in self.own and not _may_call(name):
                 self.outside[f"{name}.{frame.f_code.co_name}"] = None
-            elif _is_own(name) and frame.f_code.co_name != "<module>" and (by in self.own or by in self._files):
+            elif is_own(name) and frame.f_code.co_name != "<module>" and (by in self.own or by in self._files):
                 self.own.add(name)
+                self.codes.add(frame.f_code)
 
     def _look(self, func: Any, given: list[Any], found: Any, frame: FrameType | None) -> None:
         """Note what own code asks of a tensor; where it gets more of them in another run, it may count its rows."""
@@ -230,6 +329,10 @@ class _Python(TorchFunctionMode):
             self.outside[f"Tensor.{func.__self__.__name__}"] = None
         elif given and isinstance(given[0], Tensor) and given[0].is_floating_point() and _finds_few(name, given[1:]):
             self.few[name] = None
+        held = [part for each in given for part in (each if isinstance(each, (tuple, list)) else (each,))]
+        if any(type(each) is _Size for each in held) and not any(isinstance(each, Tensor) for each in held):
+            self.compared.add(_file_of(frame))  # what is made of them goes on as a tensor
+        self.sized |= func in _SIZES and type(found) is not int
         if name == "iter" or type(found) in {tuple, list}:
             length = given[0].shape[0] if name == "iter" else len(found)
             if self._lengths.setdefault((frame.f_code, frame.f_lasti, name), length) != length:
@@ -260,7 +363,8 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, module: Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        classes = set() if module is None else {type(each) for each in module.modules()}
+        self._modules = [] if module is None else list(module.modules())
+        classes = {type(each) for each in self._modules}
         forwards: list[Any] = [inspect.unwrap(each.forward) for each in classes]
         self._files = {each.__module__ for each in (*classes, *forwards)}
         self._python = _Python(self._files)
@@ -283,7 +387,11 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return OUTSIDE.format(", ".join(self._python.outside))
         if not (may_compare or may_read) and not self.compared.isdisjoint(self._files | self._python.own):
             return COMPARES
-        return LIMITS.format(", ".join(self._python.few)) if self._python.few else ""
+        if any(_catches_or_indexes(each, sized=self._python.sized and not may_read) for each in self._python.codes):
+            return COMPARES
+        strange = unfollowed(self._modules)
+        few = ", ".join(self._python.few)
+        return UNFOLLOWED.format(strange) if strange else LIMITS.format(few) if few else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= torch.Tag.data_dependent_output in func.tags

@@ -10,11 +10,10 @@ change that means nothing is noted then, and costs that call alone.
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from operator import is_
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn import Module
 from torch.nn.modules import module as _module
 
 from layerzero.engine import accelerator
+from layerzero.integrations.optimize.swaps.reads import code_of, is_object, is_own
 
 HOOKS, TRAINS = "it has hooks, which wait for calls", "a module is in training mode"
 """Why the modules' own code runs though everything else is as it was."""
@@ -49,6 +49,8 @@ SWAPPED = "forward", "__getstate__", "__deepcopy__", "_replicate_for_data_parall
 
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None), MethodType, torch.device, torch.Size})
 """Types whose values are compared where identities differ."""
+
+_CONTAINERS = frozenset({list, tuple, dict, set})
 
 _DEEPEST = 4
 """Containers within containers that are looked into."""
@@ -91,8 +93,9 @@ class Stamp:
     def _note(self, modules: list[Module]) -> None:
         self._modules = modules
         self._facts = self._facts_now()
-        self._classes = {cls: of_class(cls) for cls in dict.fromkeys(map(type, modules))}
-        self._names = [(space, name, _frozen(space[name])) for space, name in _names_of(modules)]
+        names, classes = _names_of(modules)
+        self._classes = {cls: of_class(cls) for cls in dict.fromkeys((*map(type, modules), *classes))}
+        self._names = [(space, name, _frozen(space[name])) for space, name in names]
         self._last: Last | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stamp:
@@ -150,8 +153,7 @@ class Stamp:
 
     def _seen(self) -> tuple[tuple[Any, ...], ...]:
         """What is compared at each call, as it is now."""
-        classes = dict.fromkeys(type(each) for each in self._modules)
-        versions = tuple(part for each in classes for part in (each, version(each)))
+        versions = tuple(part for each in self._classes for part in (each, version(each)))
         hooked = self._modules[1:] if self._whole else self._modules
         dicts: list[dict[Any, Any]] = [*_GLOBAL_HOOKS, *(made for each in hooked for made in _hooks_of(each))]
         lists: list[list[Any]] = []
@@ -280,69 +282,57 @@ def _gather(value: Any, dicts: list[Any], lists: list[list[Any]], depth: int = 0
             _gather(each, dicts, lists, depth + 1)
 
 
-def _names_of(modules: list[Module]) -> Iterator[tuple[Any, str]]:
-    """What the modules' code names outside of them: functions and numbers of its file and of torch, and settings."""
+def _names_of(modules: list[Module]) -> tuple[list[tuple[Any, str]], list[type]]:
+    """What the modules' code names outside of them: functions and numbers of files and of torch, settings; classes."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}
-    for cls in dict.fromkeys(map(type, modules)):
-        for space, name in _named_in(*code_of(cls)):
-            found[id(space), name] = space, name
+    classes: dict[type, None] = {}
     for module in modules:
-        names = code_of(type(module))[0]
-        held = [each for name, each in vars(module).items() if not name.startswith(_BESIDE)]
-        for space, name in _named_in(names, [vars(each) for each in held if _is_object(each)]):
-            if not name.startswith("_attn_implementation"):  # which is read by itself
+        names, spaces = code_of(module)
+        held = {name: each for name, each in vars(module).items() if is_object(each) and not name.startswith(_BESIDE)}
+        for space, name in _named_in(names, spaces, classes):
+            found[id(space), name] = space, name
+        for space, name in _named_in(names | held.keys(), [held], classes):
+            if space is not held and not name.startswith("_attn_implementation"):  # which is read by itself
                 found[id(space), name] = space, name
-    yield from found.values()
+    own = [base for cls in (*classes, *map(type, modules)) for base in cls.__mro__ if is_own(base.__module__)]
+    held_by = {base: {name: each for name, each in vars(base).items() if type(each) in _CONTAINERS} for base in own}
+    return [*found.values(), *((space, name) for space in held_by.values() for name in space)], list(classes)
 
 
-def _named_in(names: set[str], spaces: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
-    waiting, done = list(spaces), set[int]()
+_SPACES = frozenset({"argparse", "types"})
+
+_MOST = 64
+"""Attributes of an object of which all are followed: its methods may read others than code names."""
+
+
+def _named_in(
+    names: set[str], spaces: Iterable[dict[str, Any]], classes: dict[type, None]
+) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where these names stand, in spaces and in objects and files that they name there; own classes are added."""
+    waiting, done = [(each, False) for each in spaces], set[int]()
     while waiting:
-        space = waiting.pop()
+        space, whole = waiting.pop()
         if id(space) in done:
             continue
         done.add(id(space))
-        for name in names & space.keys():
+        for name in list(space) if whole else names & space.keys():
             value = space[name]
-            torchs = isinstance(value, ModuleType) and value.__name__.startswith("torch")
-            if torchs or _is_object(value):
-                waiting.append(vars(value))
-            if torchs or not isinstance(value, (type, ModuleType, torch.dtype)):
+            follows = isinstance(value, ModuleType) and (is_own(value.__name__) or value.__name__.startswith("torch"))
+            if follows or is_object(value):
+                inner = vars(value)
+                own = is_own(kind := type(value).__module__) or kind in _SPACES
+                waiting.append((inner, not follows and own and len(inner) <= _MOST))
+            if isinstance(value, type) and is_own(value.__module__):
+                classes[value] = None
+            if follows or not isinstance(value, (type, ModuleType, torch.dtype)):
                 yield space, name
-
-
-def _is_object(value: Any) -> bool:
-    """Whether it only holds attributes, as a configuration does."""
-    return type(getattr(value, "__dict__", None)) is dict and not isinstance(
-        value, (type, Module, Tensor, ModuleType, FunctionType)
-    )
-
-
-def code_of(cls: Any) -> tuple[set[str], list[dict[str, Any]]]:
-    """The names in the code of a class's forward and of the methods that it names, and the globals of that code."""
-    waiting, names, spaces, done = ["forward"], set[str](), dict[int, dict[str, Any]](), set[str]()
-    while waiting:
-        name = waiting.pop()
-        function = inspect.unwrap(getattr(cls, name))
-        code = getattr(function, "__code__", None)
-        if name in done or getattr(Module, name, None) is function or not isinstance(code, CodeType):
-            continue
-        done.add(name)
-        spaces[id(function.__globals__)] = function.__globals__
-        names |= (fresh := _names_in(code))
-        waiting += [each for each in fresh if callable(getattr(cls, each, None))]
-    return names, list(spaces.values())
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return set(code.co_names).union(*inner)
 
 
 def of_class(cls: Any) -> tuple[Any, ...]:
     """What calls of a module of this class read from it and its bases, torch's own class aside."""
     own = [each for each in cls.__mro__ if each is not Module and each is not object]
-    return getattr(cls, "forward", None), cls.__call__, *[value for each in own for value in vars(each).values()]
+    call = cls.__call__ if issubclass(cls, Module) else None
+    return getattr(cls, "forward", None), call, *[value for each in own for value in vars(each).values()]
 
 
 def python_version(cls: Any) -> Any:
