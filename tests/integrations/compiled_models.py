@@ -15,9 +15,13 @@ from layerzero.integrations.optimize.models.compilers import Compiler
 CLOCK = Clock()
 
 
-def second() -> None:
-    """Let one pass."""
-    CLOCK.now += 1.0
+class _Passing:
+    def second(self) -> None:
+        CLOCK.now += 1.0
+
+
+second = _Passing().second
+"""Lets one pass; not a function, for code that changes what it reads keeps its own forward."""
 
 
 class Model(nn.Module):
@@ -29,7 +33,7 @@ class Model(nn.Module):
         self.register_buffer("shift", torch.ones(16))
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, twice: bool = False) -> dict[str, Any]:
-        second()  # not here: code that changes what it reads keeps its own forward
+        second()
         rows = torch.sin(self.inner(x) + self.shift[:8]) * self.scale
         rows = rows if mask is None else rows * mask[..., None]
         return {"rows": rows * 2 if twice else rows, "none": None, "sum": rows.sum(-1)}

@@ -23,7 +23,16 @@ from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
-OF_ROWS = {2: 1.0, 6: 1.0}
+OF_ROWS, MANY = {2: 1.0, 6: 1.0}, [False] * 100
+
+
+def fails(x: Tensor) -> bool:
+    try:
+        x.view(-1, 3, x.shape[-1])
+    except RuntimeError:
+        return False
+    return False
+
 
 ASKS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "inference mode": (lambda _: torch.is_inference_mode_enabled(), "is_inference_mode_enabled"),
@@ -41,6 +50,9 @@ ASKS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "matmul": (lambda _: torch.backends.cuda.matmul.allow_tf32, "torch.backends"),
     "rows": (lambda x: x.shape[:-1].numel() > 1000, "compares how many rows"),
     "unbind": (lambda x: len(x.unbind()) > 1000, "compares how many rows"),
+    "turned": (lambda x: x.mT.shape[-1] > 1000, "compares how many rows"),
+    "index": (lambda x: MANY[x.shape[0]], "compares how many rows"),
+    "errors": (lambda x: fails(x), "compares how many rows"),
     "loop": (lambda x: sum(1 for _ in x) > 1000, "compares how many rows"),
     "bytes": (lambda x: x.numel() * x.element_size() > 1e9, "compares how many rows"),
     "a table": (lambda x: OF_ROWS.get(x.shape[0], 0.0) == 0.0, "compares how many rows"),
@@ -52,6 +64,7 @@ VALUES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "clamp": (lambda x: torch.clamp(x, -1e30, 1e30), "clamp"),
     "nan_to_num": (lambda x: x.nan_to_num(), "nan_to_num"),
     "where": (lambda x: torch.where(x.abs() > 1e20, 0.0, x), "gt"),
+    "bits": (lambda x: x * (x.abs().view(torch.int16)[..., :1] > -1), "view(dtype)"),
     "product": (lambda x: x * (x < 1e20), "lt"),
     "soft limit": (lambda x: 1e6 * torch.tanh(x / 1e6), "for more or larger rows"),
     "cast": (lambda x: x.half().to(x.dtype), "for more or larger rows|off by"),
@@ -120,8 +133,14 @@ class Slotted:
     def __init__(self) -> None:
         self.scale = 1.0
 
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale
 
-SETTINGS, SLOTTED = Settings(), Slotted()
+
+SETTINGS, SLOTTED, BOUND = Settings(), Slotted(), Slotted().scaled
+
+
+SEVERAL, ELSEWHERE = [SLOTTED], nn.Identity()
 
 
 def helped(x: Tensor) -> Tensor:
@@ -199,9 +218,12 @@ class Counting(Block):
     [
         (Changing(lambda x: x * SLOTTED.scale), "reads SLOTTED"),
         (Changing(lambda x: x * (2 if sys.flags.optimize > 9 else 1)), "reads sys"),
+        (Changing(BOUND), "reads change"),
+        (Changing(lambda x: x * SEVERAL[0].scale), "reads SEVERAL"),
+        (Changing(lambda x: ELSEWHERE(x)), "reads ELSEWHERE"),
         (Counting(helped), "writes into its attributes"),
     ],
-    ids=["slots", "sys", "writes"],
+    ids=["slots", "sys", "method", "list", "module", "writes"],
 )
 def test_a_setting_that_nothing_tells_of_is_a_reason(module: nn.Module, told: str) -> None:
     assert told in why_left(module)

@@ -41,6 +41,7 @@ from layerzero.integrations.optimize.swaps.candidate import (
     extreme,
     quiet,
     refusal,
+    unfollowed,
     watching,
 )
 from layerzero.integrations.optimize.swaps.reads import Reads
@@ -346,7 +347,7 @@ def _expected(
     writes = "" if stamp.last.same else WRITES
     with exchange.stock(), Reads(module) as reads:
         expected = list(_run(stock, module, hidden, calls, made.cache))
-    return hidden, expected, reads.why() or writes
+    return hidden, expected, reads.why() or unfollowed(module) or writes
 
 
 def _error(

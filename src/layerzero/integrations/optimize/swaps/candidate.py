@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +20,19 @@ from layerzero.core import emulation
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.plan import Report
-from layerzero.integrations.optimize.swaps.reads import Reads
+from layerzero.integrations.optimize.swaps.reads import (
+    BUILT_IN,
+    HARMLESS,
+    IN_C,
+    LIBRARIES,
+    TYPES,
+    Reads,
+    functions_of,
+    is_object,
+    is_own,
+    kept_by,
+    names_in,
+)
 from layerzero.integrations.optimize.swaps.stamp import Stamp, is_recorder
 from layerzero.integrations.optimize.swaps.swap import (
     Forward,
@@ -121,8 +136,9 @@ def compared(found: Candidate) -> str:
             expected = stock_forward(module)(example, *found.others)
         if not torch.equal(example, found.example):
             return "its code writes into its input"
-        if why := reads.why(may_read=found.may_read, may_compare=not flat) or ("" if stamp.last.same else WRITES):
-            return why
+        why = reads.why(may_read=found.may_read, may_compare=not flat) or unfollowed(module)
+        if why or not stamp.last.same:
+            return why or WRITES
         got = _new(found, found.example, *found.others)
         found.error = distance(got, expected)
         if got.dtype != expected.dtype or not agrees(found.error, dtype):
@@ -132,6 +148,8 @@ def compared(found: Candidate) -> str:
             return ELSEWHERE
         return reads.why(may_read=found.may_read, may_compare=not flat)
 
+
+UNFOLLOWED = "its code reads {}, whose changes nothing tells"
 
 WRITES = "its code writes into its attributes or buffers, or what it names"
 
@@ -170,6 +188,56 @@ def _agrees(found: Candidate, rows: Tensor, reads: Reads) -> bool:
         return False
     same = torch.equal(got[..., -1, :].isnan(), expected[..., -1, :].isnan())
     return same and agrees(distance(*(torch.where(finite, each, 0.0) for each in (got, expected))), rows.dtype)
+
+
+def unfollowed(root: Module) -> str:
+    """Say which name in own code is of what may change unseen: a module of the process, an object without a dict."""
+    for module in root.modules():
+        names = set[str]()
+        for function in functions_of(module):
+            if is_own(function.__module__):
+                names |= names_in(function.__code__)
+                named = {**vars(builtins), **function.__globals__, **kept_by(function)}
+                for name, value in _read_by(function.__code__, named):
+                    if _is_strange(value):
+                        return UNFOLLOWED.format(name)
+        for name in names & vars(module).keys():
+            if _is_strange(vars(module)[name]):
+                return UNFOLLOWED.format(name)
+    return ""
+
+
+def _read_by(code: CodeType, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What code reads of globals, of functions around it and of imports, an own one of which counts as strange."""
+    yield from ((name, named.get(name, 0)) for name in code.co_freevars)
+    for each in dis.get_instructions(code):
+        if each.opname == "LOAD_GLOBAL":
+            yield each.argval, named.get(each.argval, 0)
+        elif each.opname == "IMPORT_NAME":
+            yield each.argval, map if is_own(each.argval) else sys.modules.get(each.argval, 0)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _read_by(inner, named)
+
+
+def _is_strange(value: Any) -> bool:
+    if isinstance(value, ModuleType):
+        first = value.__name__.partition(".")[0]
+        return first == "numpy" or (first in sys.stdlib_module_names - HARMLESS and first not in IN_C | {"operator"})
+    if isinstance(value, BuiltinFunctionType) and value.__module__ == "builtins":
+        return value.__name__ not in BUILT_IN
+    if isinstance(value, type):
+        return value in {map, filter} or is_own(type(value).__module__)
+    if isinstance(value, Module):  # no part of this one
+        return not type(value).__module__.startswith("torch.nn.modules.activation")
+    if type(value) in {list, tuple, dict}:
+        return any(_is_strange(each) for each in (value.values() if isinstance(value, dict) else value))
+    if isinstance(value, (FunctionType, BuiltinFunctionType, *TYPES)) or value is None:
+        return False
+    first = type(getattr(value, "__self__", value)).__module__.partition(".")[0]
+    slots = any(vars(each).get("__slots__") for each in type(value).__mro__ if is_own(each.__module__))
+    strange = slots or first == "_thread" or isinstance(value, MethodType) or not is_object(value)
+    return first not in LIBRARIES and strange
 
 
 def extreme(rows: Tensor) -> Tensor:

@@ -1,18 +1,17 @@
 """What a module's own code asks while it runs: numbers of tensors, sizes that it compares, and what lies outside of it.
 
 One run of an ``if`` shows one way of two. Code that asks may take the other one for another input, or tomorrow. So code
-of others than the :data:`_LIBRARIES` may call what computes, and nothing that may answer otherwise another time: no
+of others than the :data:`LIBRARIES` may call what computes, and nothing that may answer otherwise another time: no
 clock, environment, random numbers or state of the process. What it names outside of itself is listed for stamps.
 """
 
 from __future__ import annotations
 
-import builtins
 import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
+from collections.abc import Callable, Iterator
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Self
 
 import torch
@@ -28,14 +27,12 @@ COMPARES = "its code compares how many rows its input has or how they lie, so th
 
 OUTSIDE = "its code calls {}, which another time may answer otherwise"
 
-UNFOLLOWED = "its code reads {}, whose changes nothing tells"
-
 LIMITS = "its code calls {}, which may change few values, none of them tried"
 
-_LIBRARIES = frozenset({"torch", "transformers", "diffusers", "layerzero", "accelerate", "peft", "einops", "numpy"})
+LIBRARIES = frozenset({"torch", "transformers", "diffusers", "layerzero", "accelerate", "peft", "einops", "numpy"})
 """Packages whose modules ask only what their own tests know."""
 
-_HARMLESS = frozenset({
+HARMLESS = frozenset({
     *("_collections_abc", "abc", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "types"),
     *("typing",),
 })  # fmt: skip
@@ -47,19 +44,19 @@ _OF_TORCH = (
 )  # fmt: skip
 """Modules of torch that compute, or tell of states in which the modules' own code runs anyway."""
 
-_IN_C = frozenset({
+IN_C = frozenset({
     *("_operator", "cmath", "itertools", "math"),
     *(f"torch._C._{each}" for each in ("fft", "linalg", "nested", "nn", "sparse", "special")),
 })  # fmt: skip
 """The same of modules in C."""
 
-_BUILT_IN = frozenset({
+BUILT_IN = frozenset({
     *("abs", "all", "any", "callable", "divmod", "getattr", "hasattr", "isinstance", "issubclass", "iter", "len"),
     *("max", "min", "next", "pow", "round", "setattr", "sorted", "sum", "is_autocast_enabled", "_get_tracing_state"),
 })  # fmt: skip
 """Functions in C of which code may ask, by name."""
 
-_TYPES: tuple[type, ...] = (
+TYPES: tuple[type, ...] = (
     *(Tensor, torch.Size, torch.dtype, str, bytes, int, float, complex, tuple, list, dict, set, frozenset, type),
     *(slice, range),
 )  # fmt: skip
@@ -92,17 +89,17 @@ def _finds_few(name: str, others: list[Any]) -> bool:
 def is_own(module: str) -> bool:
     """Whether it is no library's: a user's file, or a package that is not known."""
     first = module.partition(".")[0]
-    return first not in _LIBRARIES and first not in sys.stdlib_module_names
+    return first not in LIBRARIES and first not in sys.stdlib_module_names
 
 
 def _allowed(called: Any) -> bool:
     """Whether code may call a function in C."""
     name, of = str(called.__name__), getattr(called, "__self__", None)
-    if isinstance(of, _TYPES):
+    if isinstance(of, TYPES):
         return name != "is_inference"
     if getattr(torch._C._VariableFunctions, name, None) == called:
         return True
-    return getattr(of, "__name__", "") in _IN_C or name in _BUILT_IN
+    return getattr(of, "__name__", "") in IN_C or name in BUILT_IN
 
 
 def _may_call(name: str) -> bool:
@@ -110,7 +107,7 @@ def _may_call(name: str) -> bool:
     first, _, rest = name.partition(".")
     if first == "torch":
         return rest.startswith(_OF_TORCH)
-    return first in _LIBRARIES or first in _HARMLESS or first not in sys.stdlib_module_names
+    return first in LIBRARIES or first in HARMLESS or first not in sys.stdlib_module_names
 
 
 def functions_of(of: Any) -> Iterator[Any]:
@@ -128,15 +125,15 @@ def functions_of(of: Any) -> Iterator[Any]:
         if not isinstance(code, CodeType) or (inner is not None and not is_own(function.__module__)):
             continue
         yield function
-        names, space = _names_in(code), function.__globals__
+        names, space = names_in(code), function.__globals__
         methods = [getattr(cls, each, None) for each in names]
         waiting += [each.fget if isinstance(each, property) else each for each in methods if each is not None]
         files = [vars(each) for each in map(space.get, names) if type(each) is ModuleType and is_own(each.__name__)]
-        found = [each.get(name) for each in (space, held, *files, _kept_by(function)) for name in names]
+        found = [each.get(name) for each in (space, held, *files, kept_by(function)) for name in names]
         waiting += [each for each in found if isinstance(each, FunctionType) and is_own(each.__module__)]
 
 
-def _kept_by(function: Any) -> dict[str, Any]:
+def kept_by(function: Any) -> dict[str, Any]:
     """What a function keeps: of the functions around it, and as defaults."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     kept = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
@@ -148,14 +145,15 @@ def code_of(of: Any) -> tuple[set[str], list[dict[str, Any]]]:
     """The names in the code of :func:`functions_of`, and the globals and cells of that code."""
     names, spaces = set[str](), dict[int, dict[str, Any]]()
     for function in functions_of(of):
-        kept = _kept_by(function)
-        names |= _names_in(function.__code__) | kept.keys()
+        kept = kept_by(function)
+        names |= names_in(function.__code__) | kept.keys()
         spaces |= {id(each): each for each in (function.__globals__, kept) if each}
     return names, list(spaces.values())
 
 
-def _names_in(code: CodeType) -> set[str]:
-    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+def names_in(code: CodeType) -> set[str]:
+    """Names in code: of globals, attributes, and variables of functions around it."""
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     return set(code.co_names).union(code.co_freevars, *inner)
 
 
@@ -164,41 +162,6 @@ def is_object(value: Any) -> bool:
     return type(getattr(value, "__dict__", None)) is dict and not isinstance(
         value, (type, Module, Tensor, ModuleType, FunctionType)
     )
-
-
-def unfollowed(modules: Iterable[Module]) -> str:
-    """What own code names whose changes nothing tells: a module of the process, an object without a dict."""
-    for module in modules:
-        names = set[str]()
-        for function in functions_of(module):
-            if is_own(function.__module__):
-                code, named = function.__code__, {**vars(builtins), **function.__globals__, **_kept_by(function)}
-                names |= _names_in(code)
-                for name in _globals_in(code) | {*code.co_freevars}:
-                    if _is_strange(named.get(name)):
-                        return name
-        for name in names & vars(module).keys():
-            if _is_strange(vars(module)[name]):
-                return name
-    return ""
-
-
-def _globals_in(code: CodeType) -> set[str]:
-    inner = [_globals_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}.union(*inner)
-
-
-def _is_strange(value: Any) -> bool:
-    if isinstance(value, ModuleType):
-        first = value.__name__.partition(".")[0]
-        return first == "numpy" or (first in sys.stdlib_module_names - _HARMLESS and first not in _IN_C | {"operator"})
-    if isinstance(value, BuiltinFunctionType) and value.__module__ == "builtins":
-        return value.__name__ not in _BUILT_IN
-    if isinstance(value, (type, Module, FunctionType, BuiltinFunctionType, *_TYPES)) or value is None:
-        return value in {map, filter} if isinstance(value, type) else False
-    first = type(value).__module__.partition(".")[0]
-    slots = any(vars(each).get("__slots__") for each in type(value).__mro__ if is_own(each.__module__))
-    return first not in _LIBRARIES and (slots or first == "_thread" or not is_object(value))
 
 
 def _catches_or_indexes(code: CodeType, *, sized: bool) -> bool:
@@ -307,7 +270,7 @@ class _Python(TorchFunctionMode):
             self.codes.add(frame.f_code)
         elif event == "call" and self._files:
             caller = frame.f_back
-            while caller is not None and _file_of(caller).partition(".")[0] in _HARMLESS:
+            while caller is not None and _file_of(caller).partition(".")[0] in HARMLESS:
                 caller = caller.f_back
             by = _file_of(caller)
             if by in self.own and not _may_call(name):
@@ -329,13 +292,17 @@ class _Python(TorchFunctionMode):
             self.outside[f"Tensor.{func.__self__.__name__}"] = None
         elif given and isinstance(given[0], Tensor) and given[0].is_floating_point() and _finds_few(name, given[1:]):
             self.few[name] = None
+        elif name == "view" and isinstance(given[-1], torch.dtype):
+            self.few["view(dtype)"] = None
         held = [part for each in given for part in (each if isinstance(each, (tuple, list)) else (each,))]
         if any(type(each) is _Size for each in held) and not any(isinstance(each, Tensor) for each in held):
             self.compared.add(_file_of(frame))  # what is made of them goes on as a tensor
         self.sized |= func in _SIZES and type(found) is not int
-        if name == "iter" or type(found) in {tuple, list}:
-            length = given[0].shape[0] if name == "iter" else len(found)
-            if self._lengths.setdefault((frame.f_code, frame.f_lasti, name), length) != length:
+        lasts = func in _SIZES and given[0].ndim > 0  # rows may have become features
+        if lasts or name == "iter" or type(found) in {tuple, list}:
+            length = given[0].shape[-1] if lasts else given[0].shape[0] if name == "iter" else len(found)
+            place = frame.f_code, frame.f_lasti, name, id(frame.f_locals.get("self"))
+            if self._lengths.setdefault(place, length) != length:
                 self.compared.add(_file_of(frame))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -363,8 +330,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, module: Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._modules = [] if module is None else list(module.modules())
-        classes = {type(each) for each in self._modules}
+        classes = set() if module is None else {type(each) for each in module.modules()}
         forwards: list[Any] = [inspect.unwrap(each.forward) for each in classes]
         self._files = {each.__module__ for each in (*classes, *forwards)}
         self._python = _Python(self._files)
@@ -389,9 +355,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return COMPARES
         if any(_catches_or_indexes(each, sized=self._python.sized and not may_read) for each in self._python.codes):
             return COMPARES
-        strange = unfollowed(self._modules)
-        few = ", ".join(self._python.few)
-        return UNFOLLOWED.format(strange) if strange else LIMITS.format(few) if few else ""
+        return LIMITS.format(", ".join(self._python.few)) if self._python.few else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= torch.Tag.data_dependent_output in func.tags

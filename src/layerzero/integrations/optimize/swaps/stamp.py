@@ -317,6 +317,8 @@ def _named_in(
         done.add(id(space))
         for name in list(space) if whole else names & space.keys():
             value = space[name]
+            if isinstance(value, Tensor) and name not in names:  # weights of a library's own class
+                continue
             follows = isinstance(value, ModuleType) and (is_own(value.__name__) or value.__name__.startswith("torch"))
             if follows or is_object(value):
                 inner = vars(value)
