@@ -64,7 +64,7 @@ VALUES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "clamp": (lambda x: torch.clamp(x, -1e30, 1e30), "clamp"),
     "nan_to_num": (lambda x: x.nan_to_num(), "nan_to_num"),
     "where": (lambda x: torch.where(x.abs() > 1e20, 0.0, x), "gt"),
-    "bits": (lambda x: x * (x.abs().view(torch.int16)[..., :1] > -1), "view(dtype)"),
+    "bits": (lambda x: (x.view(torch.int16) & -1).view(x.dtype), "view(dtype)"),
     "product": (lambda x: x * (x < 1e20), "lt"),
     "soft limit": (lambda x: 1e6 * torch.tanh(x / 1e6), "for more or larger rows"),
     "cast": (lambda x: x.half().to(x.dtype), "for more or larger rows|off by"),
