@@ -229,7 +229,7 @@ def _is_strange(value: Any) -> bool:
     if isinstance(value, type):
         return value in {map, filter} or is_own(type(value).__module__)
     if isinstance(value, Module):  # no part of this one
-        return not type(value).__module__.startswith("torch.nn.modules.activation")
+        return True
     if type(value) in {list, tuple, dict}:
         return any(_is_strange(each) for each in (value.values() if isinstance(value, dict) else value))
     if isinstance(value, (FunctionType, BuiltinFunctionType, *TYPES)) or value is None:
