@@ -261,7 +261,7 @@ def test_a_budget_counts_from_where_the_process_began(monkeypatch, worked_s, lef
     monkeypatch.setattr(flags.time, "process_time", lambda: worked_s)
     assert flags.left_of(90.0) == left_s
     began = flags.deadline_of(90.0)
-    assert began.until - began.began == left_s
+    assert began.until - began.began == pytest.approx(left_s)  # of a clock that may be large
     assert flags.deadline_of(math.inf).left_s == math.inf
     given = []
 

@@ -80,11 +80,10 @@ class Scaled(nn.Module):
 
     def __init__(self, size, most) -> None:
         super().__init__()
-        self.weight, self.tiny, self.most = nn.Parameter(torch.ones(size)), 1e-5, most
+        self.weight, self.tiny, self.most = nn.Parameter(torch.ones(size)), 1e-5, [None] * most
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[:-1].numel() >= self.most:  # torch's own product of sizes hides from the proof that it compares
-            raise ValueError("too many rows")
+        self.most[x.shape[-2]]  # a list that is indexed by a size hides from the proof that it compares
         return x / (x.square().mean(-1, keepdim=True) + self.tiny).sqrt() * self.weight
 
 
@@ -93,7 +92,7 @@ class Scaled(nn.Module):
 def test_a_module_that_raises_while_it_is_timed_is_taken_out_and_the_others_count():
     report = lz.optimize(nn.Sequential(Scaled(16, 64), Scaled(32, 65)).eval())
     why = {each.path: each.why for each in report.left}
-    assert "it could not be timed against the model's own code (ValueError: too many rows)" in why["0"]
+    assert "it could not be timed against the model's own code (IndexError: list index out of range)" in why["0"]
     assert [each.paths for each in report.paced] == [["1"]]
 
 
