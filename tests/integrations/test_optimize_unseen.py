@@ -19,7 +19,7 @@ from torch.nn import functional
 import layerzero as lz
 from decoders import made, tokens
 from layerzero.integrations.optimize.modules.products import block
-from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
+from layerzero.integrations.optimize.swaps.candidate import Candidate, compared, unfollowed
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
@@ -286,3 +286,16 @@ def test_models_that_share_a_config_keep_their_attention() -> None:
     lz.optimize(model)
     with torch.no_grad():
         model(tokens())
+
+
+def test_a_librarys_wrapper_reads_what_it_likes():
+    """Transformers wraps functions that take old names: the wrapper bears the name of the function's module."""
+    space = {"__name__": "transformers.wrapping", "functools": functools, "sys": sys}
+    code = "def around(own):\n    return functools.wraps(own)(lambda *given: sys.flags and own(*given))"
+    exec(code, space)
+
+    class Wrapped(nn.Module):
+        forward = space["around"](lambda self, x: x * 2)
+
+    assert Wrapped.forward.__module__ == __name__
+    assert not unfollowed(Wrapped())

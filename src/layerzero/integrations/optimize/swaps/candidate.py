@@ -195,7 +195,7 @@ def unfollowed(root: Module) -> str:
     for module in root.modules():
         names = set[str]()
         for function in functions_of(module):
-            if is_own(function.__module__):
+            if is_own(str(function.__globals__.get("__name__"))):  # a wrapper bears its function's module
                 names |= names_in(function.__code__)
                 named = {**vars(builtins), **function.__globals__, **kept_by(function)}
                 for name, value in _read_by(function.__code__, named):
