@@ -248,3 +248,10 @@ def test_lost_tokens_are_counted_behind_the_copy_of_their_device(monkeypatch):
     current[0] = "stream of {}"
     count.add(more)
     assert (recorded[-1], count.untold()) == ("stream of cpu", 2)
+    arrived[0] = False
+    count.add(more)
+    count.add(more)
+    arrived[0], current[0] = True, "another stream of {}"
+    assert (count.untold(), count.untold()) == (2, 0), "the second is copied where its stream is the current one"
+    current[0] = "stream of {}"
+    assert (count.untold(), count.untold(), count.untold()) == (0, 2, 0)

@@ -347,10 +347,10 @@ class _StreamCount:
             self._is_sent, self._is_newer = True, False
 
     def untold(self, stream: torch.cuda.Stream) -> int:
-        if not self._is_sent or not self._arrived.query():  # type: ignore[no-untyped-call]
-            return 0
-        total = int(self._seen)
-        count, self._told, self._is_sent = total - self._told, total, False
-        if self._is_newer:
+        count = 0
+        if self._is_sent and self._arrived.query():  # type: ignore[no-untyped-call]
+            total = int(self._seen)
+            count, self._told, self._is_sent = total - self._told, total, False
+        if self._is_newer and not self._is_sent:  # of a question on another stream, too
             self._send(stream)
         return count
