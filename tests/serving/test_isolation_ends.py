@@ -166,6 +166,15 @@ def test_copies_go_the_way_that_took_less_and_try_the_other_now_and_then(monkeyp
     assert taken == [0], "a small one is copied as ever"
 
 
+def test_the_cost_of_a_call_is_that_of_one_that_finds_the_process_asleep(apart, monkeypatch):
+    apart(rows(), WEIGHT, eps=1e-5)
+    paused = []
+    monkeypatch.setattr(kernels.time, "sleep", paused.append)
+    kernels.LIBRARIES["apart",]._measured()
+    assert len(paused) == 2 * kernels.SAMPLES
+    assert min(paused) > messages.AWAKE_NS / 1e9
+
+
 def test_other_threads_read_results_amid_a_fork(monkeypatch):
     arena, seen = Arena(1 << 20), []
     at, room = arena.hold(1 << 14)

@@ -22,6 +22,7 @@ from layerzero.engine import isolation, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.isolation import COSTS, CallCost
 from layerzero.engine.policy import Policy
+from layerzero.serving.isolation import messages
 from layerzero.serving.isolation.arena import LARGE, Arena, Copier, tensor_in
 from layerzero.serving.isolation.messages import Done, Failed, Fetch, Form, Load, Run, Wanted, dtyped, load_of, packed
 from layerzero.serving.isolation.worker import START_S, Worker
@@ -34,7 +35,7 @@ MAX_LOADED = 1024
 """Plans that a process keeps loaded, and forms of calls that it knows; beyond that their numbers begin anew."""
 
 SAMPLES = 31
-"""Calls of each size by which the cost of a call is measured: 40 ms together."""
+"""Calls of each size by which the cost of a call is measured: 60 ms together."""
 
 _FEW, _MANY = 1 << 12, 1 << 20  # bytes of those calls
 _LINE = 64  # of an address: tensors keep it, so that a vector load finds them as aligned as they were
@@ -255,7 +256,7 @@ class Library:
                 began = time.perf_counter()
                 self._call(0, "the cost of a call", given, {}, frozenset(), START_S)
                 times.append((time.perf_counter() - began) * 1e6)
-                time.sleep(0.0005)  # longer than the process stays awake: most calls find it asleep
+                time.sleep(1.5e-9 * messages.AWAKE_NS)  # most calls find the process asleep
             medians.append(statistics.median(times))
         mib_us = max(medians[1] - medians[0], 0.0) / (2 * (_MANY - _FEW) / 2**20)
         assert self.worker.pid is not None
