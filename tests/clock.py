@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+
 
 class Clock:
-    """A clock that goes on by what is said."""
+    """A clock that goes on by what is said.
+
+    Its time lies where no proof of a module's code looks: code that changes what it reads keeps its own forward.
+    """
 
     def __init__(self):
-        self.now = 0.0
+        self._now = array("d", [0.0])
+
+    @property
+    def now(self):
+        return self._now[0]
+
+    @now.setter
+    def now(self, seconds):
+        self._now[0] = seconds
 
     def __call__(self):
         return self.now

@@ -10,6 +10,7 @@ from timed_llamas import llama
 from torch import nn
 
 import layerzero as lz
+from clock import Clock
 from layerzero.integrations.optimize import selection
 from layerzero.integrations.optimize.layers import layer
 from layerzero.integrations.optimize.modules import find as modules
@@ -120,17 +121,17 @@ def test_what_layers_save_is_a_share_of_the_whole_step(layer_clock, monkeypatch)
 def test_a_norm_is_timed_behind_a_layer_as_the_model_calls_it(layer_clock, monkeypatch):
     """Called over and over, its code stays in the host's caches: here that takes half of its own code's time."""
     costing(layer_clock, monkeypatch, own=lambda tokens: 1.0, ours=lambda tokens: 2.0)
-    of_layers, fast, behind = transformers.models.llama.modeling_llama, lz.rms_norm, []
+    of_layers, fast, behind = transformers.models.llama.modeling_llama, lz.rms_norm, Clock()
     whole, own = of_layers.LlamaDecoderLayer.forward, of_layers.LlamaRMSNorm.forward
 
     def forward(self, hidden_states, *others, **named):
         result = whole(self, hidden_states, *others, **named)
-        behind[:] = [self]
+        behind.now = 1.0
         return result
 
     def normed(*given, **named):
-        layer_clock.now += 3e-5 if behind else 0.5e-5
-        behind.clear()
+        layer_clock.now += 3e-5 if behind.now else 0.5e-5
+        behind.now = 0.0
         return fast(*given, **named)
 
     monkeypatch.setattr(of_layers.LlamaDecoderLayer, "forward", forward)
