@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,10 @@ from torch.nn.functional import rms_norm
 
 import layerzero as lz
 from layerzero.core.errors import IsolatedKernelError
-from layerzero.core.indices import IN_C
 from layerzero.core.reasons import ReasonCode
-from layerzero.engine import isolation
+from layerzero.engine import accelerator, isolation
 from layerzero.engine.config import current_policy
+from layerzero.engine.registry import REGISTRY
 from layerzero.serving.isolation import arena as arenas
 from layerzero.serving.isolation import kernels, messages
 from layerzero.serving.isolation.arena import Arena
@@ -126,9 +127,9 @@ def test_large_results_arrive_as_they_lie(module, apart, turned):
 
 
 def test_a_copy_past_the_caches_is_one():
-    stream = IN_C.get("stream")
+    stream = getattr(accelerator.HOT, "stream", None)
     if stream is None:
-        pytest.skip("the extension is absent, or older")
+        pytest.skip("the extension is absent, or for another kind of CPU")
     source = torch.arange(512, dtype=torch.int64).view(torch.uint8)
     for start, at, size in itertools.product((0, 1, 17), (0, 3, 15, 16), (0, 1, 15, 63, 64, 200, 1024)):
         to = torch.zeros(2048, dtype=torch.uint8)
@@ -142,6 +143,15 @@ def test_a_copy_past_the_caches_is_one():
         stream(1, 1, -1)
 
 
+@pytest.mark.skipif(accelerator.HOT is None, reason=accelerator.ABSENT)
+def test_a_process_of_a_built_in_kernel_has_the_extension_too(fresh):
+    """Else only this process copied past the caches; a plugin's import brought it."""
+    built_in = kernels.IsolatedKernel(REGISTRY.kernel("torch.rms_norm"), lz.explain("rms_norm", rows(), WEIGHT).facts)
+    built_in(rows(), WEIGHT, eps=1e-5)
+    (library,) = kernels.LIBRARIES.values()
+    assert accelerator.HOT.__file__ in Path(f"/proc/{library.worker.pid}/maps").read_text()
+
+
 @pytest.mark.parametrize(("streams", "moves", "ways"), [(40, 400, [0, 1, 1, 1]), (40, 60, [0, 1, 0, 0])])
 def test_copies_go_the_way_that_took_less_and_try_the_other_now_and_then(monkeypatch, streams, moves, ways):
     taken, now = [], [0]
@@ -153,7 +163,7 @@ def test_copies_go_the_way_that_took_less_and_try_the_other_now_and_then(monkeyp
 
         return copy
 
-    monkeypatch.setitem(IN_C, "stream", way(1, streams))
+    monkeypatch.setattr(accelerator, "HOT", types.SimpleNamespace(stream=way(1, streams)))
     monkeypatch.setattr(arenas.ctypes, "memmove", way(0, moves))
     monkeypatch.setattr(arenas.time, "perf_counter_ns", lambda: now[0])
     copy = arenas.Copier()

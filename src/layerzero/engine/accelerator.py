@@ -102,7 +102,7 @@ def _load() -> Any:
     SCOPES.watch(hot.set_scopes)
     indices.NAMES.update(distinct=hot.distinct, within=hot.within, firsts_within=hot.firsts_within)
     indices.IN_C["slots"] = hot.slots
-    indices.IN_C.update((name, getattr(hot, name)) for name in ("stands", "checksum", "stream") if hasattr(hot, name))
+    indices.IN_C.update((name, getattr(hot, name)) for name in ("stands", "checksum") if hasattr(hot, name))
     return hot
 
 

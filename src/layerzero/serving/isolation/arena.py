@@ -19,8 +19,8 @@ from collections import deque
 
 import torch
 
-from layerzero.core.indices import IN_C
 from layerzero.core.system import forking
+from layerzero.engine import accelerator
 from layerzero.engine.isolation import span
 
 PAGE = mmap.PAGESIZE
@@ -70,7 +70,7 @@ class Copier:
 
     def __call__(self, to: int, address: int, size: int) -> None:
         """Copy so many bytes between addresses; other threads run meanwhile."""
-        stream = IN_C.get("stream")
+        stream = getattr(accelerator.HOT, "stream", None)
         if size < LARGE or stream is None:
             ctypes.memmove(to, address, size)
             return
