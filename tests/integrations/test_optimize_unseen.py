@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import random
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -23,7 +25,7 @@ from layerzero.integrations.optimize.swaps.candidate import Candidate, compared,
 
 transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
 
-OF_ROWS, MANY = {2: 1.0, 6: 1.0}, [False] * 100
+OF_ROWS, MANY, OFFSET = {2: 1.0, 6: 1.0}, [False] * 100, 0
 
 
 def fails(x: Tensor) -> bool:
@@ -58,6 +60,9 @@ ASKS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a table": (lambda x: OF_ROWS.get(x.shape[0], 0.0) == 0.0, "compares how many rows"),
     "text": (lambda x: len(str(x.shape[0])) > 3, "compares how many rows"),
     "bits": (lambda x: x.shape[0].bit_length() > 10 or x.shape[0] & 1024, "compares how many rows"),
+    "logarithm": (lambda x: math.log(x.shape[0]) > math.pi, "compares how many rows"),
+    "count": (lambda x: any(each > 1000 for each in range(OFFSET + x.shape[0])), "compares how many rows"),
+    "function": (lambda _: min([0.0], key=time.gmtime) > 0, "reads time"),
 }
 
 VALUES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -96,6 +101,44 @@ def why_left(module: nn.Module) -> str:
 def test_a_block_of_its_own_is_taken() -> None:
     assert why_left(Block(lambda _: False)) == ""
     assert why_left(Changing(lambda x: x)) == ""
+
+
+class Usual(Block):
+    """What research code often does: sizes for views, settings for indexes and counts, messages that are off."""
+
+    place, times, debug = 1, 1, False
+    gates = (functional.relu, functional.gelu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        many, length, width = x.shape
+        rows = self.up(x.reshape(many * length, width)) * (math.sqrt(2.0 / math.pi) / math.sqrt(2.0 / math.pi))
+        for _ in range(self.times):
+            rows = self.gates[self.place](rows)
+        if self.debug:
+            print(rows.shape)  # noqa: T201
+            warnings.warn("on", stacklevel=2)
+        made: Tensor = self.down(rows)
+        return made.view(many, length, width)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # that it is old, which research code does not mind
+    scripted = torch.jit.script(gelu)
+
+
+class Scripted(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(scripted(self.up(x)))
+        return made
+
+
+@pytest.mark.parametrize("kind", [Usual, Scripted])
+def test_a_block_that_does_what_is_usual_is_taken(kind: type[Block]) -> None:
+    assert why_left(kind(lambda _: False)) == ""
 
 
 @pytest.mark.parametrize("name", sorted(ASKS))

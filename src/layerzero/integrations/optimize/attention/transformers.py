@@ -245,7 +245,9 @@ def _sharing(model: Any) -> str:
     """
     mine = {id(each) for each in configs_of(model) if each._attn_implementation != NAME}
     kind = sys.modules["transformers"].PreTrainedModel
-    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    alive = gc.get_objects()
+    kinds = {each for each in set(map(type, alive)) if issubclass(each, kind)}
+    found = [each for each in alive if type(each) in kinds]
     found = [each for each in found if id(vars(each).get("config")) in mine]
     around = {id(one) for each in found if any(one is model for one in each.modules()) for one in each.modules()}
     return next((type(each).__name__ for each in found if id(each) not in around), "")

@@ -28,6 +28,7 @@ from layerzero.integrations.optimize.swaps.reads import (
     TYPES,
     Reads,
     functions_of,
+    is_called,
     is_object,
     is_own,
     kept_by,
@@ -208,11 +209,22 @@ def unfollowed(root: Module) -> str:
 
 
 def _read_by(code: CodeType, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What code reads of globals, of functions around it and of imports, an own one of which counts as strange."""
+    """What code reads of globals, of functions around it and of imports, an own one of which counts as strange.
+
+    A function in C that it calls at once is none of that: a call is heard when it runs.
+    """
     yield from ((name, named.get(name, 0)) for name in code.co_freevars)
-    for each in dis.get_instructions(code):
+    read = list(dis.get_instructions(code))
+    for place, each in enumerate(read):
         if each.opname == "LOAD_GLOBAL":
-            yield each.argval, named.get(each.argval, 0)
+            value = named.get(each.argval, 0)
+            calls, of = is_called(each), isinstance(value, ModuleType)
+            if of:
+                after, *more = read[place + 1 : place + 3]
+                calls |= is_called(after) or "PUSH_NULL" in {last.opname for last in more}
+            called = getattr(value, str(after.argval), value) if of else value
+            if not calls or not isinstance(called, (BuiltinFunctionType, FunctionType)):
+                yield each.argval, value
         elif each.opname == "IMPORT_NAME":
             yield each.argval, map if is_own(each.argval) else sys.modules.get(each.argval, 0)
     for inner in code.co_consts:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
+import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
@@ -39,8 +42,8 @@ HARMLESS = frozenset({
 """Others of which code may call functions in Python."""
 
 _OF_TORCH = (
-    *("_jit_internal", "_library", "_meta_registrations", "_ops", "_prims", "_refs", "_subclasses", "_tensor"),
-    *("_utils", "amp", "autograd", "compiler", "functional", "jit", "nn", "overrides", "utils"),
+    *("_compile", "_jit_internal", "_library", "_meta_registrations", "_ops", "_prims", "_refs", "_subclasses"),
+    *("_tensor", "_utils", "amp", "autograd", "compiler", "functional", "jit", "nn", "overrides", "utils"),
 )  # fmt: skip
 """Modules of torch that compute, or tell of states in which the modules' own code runs anyway."""
 
@@ -164,17 +167,36 @@ def is_object(value: Any) -> bool:
     )
 
 
+def is_called(read: dis.Instruction) -> bool:
+    """Whether an instruction reads what is called at once, which a profiler hears."""
+    return read.opname == "LOAD_METHOD" or "NULL" in read.argrepr
+
+
+def _letter(each: dis.Instruction) -> str:
+    """What an instruction reads, in a letter: a constant, self, an attribute (a number, or one that tensors have)."""
+    name = each.opname
+    if name in {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"}:  # none is a number of rows
+        return "c"
+    if name == "LOAD_GLOBAL" and each.argval in {"range", "math", "operator"}:
+        return "f" if is_called(each) else "g"
+    if name in {"LOAD_ATTR", "LOAD_METHOD"}:
+        number = isinstance(getattr(math, each.argval, None), float)
+        return "m" if is_called(each) else "n" if number else "t" if hasattr(Tensor, each.argval) else "a"
+    if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and each.argrepr == "[]"):
+        return "i"
+    if name.startswith("LOAD_FAST") and each.argrepr.split(", ")[-1] == "self":
+        return "s"
+    return {"BINARY_OP": "o", "CALL": "C", "PRECALL": "", "PUSH_NULL": "N"}.get(name, "x")
+
+
 def _catches_or_indexes(code: CodeType, *, sized: bool) -> bool:
     """Whether code goes on after errors or, where it read how many rows there are, indexes or counts by a number."""
-    before, fixed = "", {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"}  # no number of rows
-    for each in dis.get_instructions(code):
-        indexes = each.opname == "BINARY_SUBSCR" or (each.opname == "BINARY_OP" and each.argrepr == "[]")
-        counts = each.opname == "LOAD_GLOBAL" and each.argval in {"range", "math", "operator"}
-        catches = before == "PUSH_EXC_INFO" and each.opname != "WITH_EXCEPT_START"
-        if catches or (sized and (counts or (indexes and before not in fixed))):
+    read = list(dis.get_instructions(code))
+    for before, each in itertools.pairwise(read):
+        if before.opname == "PUSH_EXC_INFO" and each.opname != "WITH_EXCEPT_START":
             return True
-        before = each.opname
-    return False
+    settled = re.sub("s[an]+|gn", "c", "".join(map(_letter, read)))  # no more than the module's settings
+    return sized and re.search("(?<!c)i|[fg]", re.sub("(f[amt]?|gm|g[at]N)[co]*C", "x", settled)) is not None
 
 
 class _Size(int):
