@@ -233,8 +233,8 @@ def why_not(model: Any) -> str:
         return "it returns attention weights, which fast kernels never form"
     if _sharing(model):
         gc.collect()  # what waits for it is no other model
-    if other := _sharing(model):
-        return f"its config is also that of another {other}, which would change with it; give each a deep copy"
+        if other := _sharing(model):
+            return f"its config is also that of another {other}, which would change with it; give each a deep copy"
     return ""
 
 
@@ -243,12 +243,12 @@ def _sharing(model: Any) -> str:
 
     A model around this one counts as this one, and so does what lies in it.
     """
-    mine = {id(each) for each in configs_of(model) if each._attn_implementation != NAME}
-    kind = sys.modules["transformers"].PreTrainedModel
-    alive = gc.get_objects()
-    kinds = {each for each in set(map(type, alive)) if issubclass(each, kind)}
-    found = [each for each in alive if type(each) in kinds]
-    found = [each for each in found if id(vars(each).get("config")) in mine]
+    mine = [each for each in configs_of(model) if each._attn_implementation != NAME]
+    own, kind = {id(vars(each)) for each in model.modules()}, sys.modules["transformers"].PreTrainedModel
+    holding = [each for each in gc.get_referrers(*mine) if type(each) is dict and "_modules" in each]
+    others = [each for each in holding if id(each) not in own]
+    owners = gc.get_referrers(*others) if others else []
+    found = [each for each in owners if isinstance(each, kind) and any(vars(each).get("config") is one for one in mine)]
     around = {id(one) for each in found if any(one is model for one in each.modules()) for one in each.modules()}
     return next((type(each).__name__ for each in found if id(each) not in around), "")
 

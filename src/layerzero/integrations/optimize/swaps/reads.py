@@ -181,7 +181,7 @@ def _letter(each: dis.Instruction) -> str:
         return "f" if is_called(each) else "g"
     if name in {"LOAD_ATTR", "LOAD_METHOD"}:
         number = isinstance(getattr(math, each.argval, None), float)
-        return "m" if is_called(each) else "n" if number else "t" if hasattr(Tensor, each.argval) else "a"
+        return "M" if is_called(each) else "P" if number else "t" if hasattr(Tensor, each.argval) else "a"
     if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and each.argrepr == "[]"):
         return "i"
     if name.startswith("LOAD_FAST") and each.argrepr.split(", ")[-1] == "self":
@@ -195,8 +195,8 @@ def _catches_or_indexes(code: CodeType, *, sized: bool) -> bool:
     for before, each in itertools.pairwise(read):
         if before.opname == "PUSH_EXC_INFO" and each.opname != "WITH_EXCEPT_START":
             return True
-    settled = re.sub("s[an]+|gn", "c", "".join(map(_letter, read)))  # no more than the module's settings
-    return sized and re.search("(?<!c)i|[fg]", re.sub("(f[amt]?|gm|g[at]N)[co]*C", "x", settled)) is not None
+    settled = re.sub("s[aP]+|gP", "c", "".join(map(_letter, read)))  # no more than the module's settings
+    return sized and re.search("(?<!c)i|[fg]", re.sub("(f[aMt]?|gM|g[at]N)[co]*C", "x", settled)) is not None
 
 
 class _Size(int):
