@@ -376,6 +376,7 @@ def test_what_no_machine_has_is_a_usage_error(line):
     result = run(line)
     assert result.exit_code == 2, result.exception
     assert "Invalid value for '--" in result.stderr
+    assert "H100" not in result.stderr, "no command here takes a device that need not be here"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 77, reason="a device has this number")

@@ -169,6 +169,9 @@ def test_what_is_no_argument_is_refused_with_the_nearest():
         names("attention", [(1, 8, 4, 16)], ["float32"], "cpu", params={"causl": True})
     with pytest.raises(ValueError, match=wanted):
         lz.warmup("attention", [(1, 8, 4, 16)], causl=True)
+    for name, each in (("attention", {"layout": "BHSD"}), ("quantized_linear", {"activations": "int8"})):
+        with pytest.raises(ValueError, match=f"parameters: wanted those of .*, got {', '.join(each)};"):
+            names(name, "cases", ["float32"], "cpu", params=each)  # which measured nothing, in silence
     with pytest.raises(ValueError, match=r"shape: wanted an argument of norm\.rms, got none"):
         lz.warmup("rms_norm", shape=[(4, 64)])
 

@@ -149,7 +149,7 @@ def device_here(text: str | None) -> str | None:
         try:
             Device.detect(text)
         except (RuntimeError, ValueError) as error:
-            why = f": {error}" if isinstance(error, ValueError) else ""
+            why = f": {str(error.__cause__).partition(chr(10))[0]}" if isinstance(error, ValueError) else ""
             raise typer.BadParameter(f"wanted a device such as cpu, cuda or cuda:1, got {text!r}{why}") from error
     return text
 

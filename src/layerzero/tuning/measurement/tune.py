@@ -85,8 +85,11 @@ def asked_jobs(
         if shapes is None:
             raise ValueError(f"parameters: wanted them with shapes or cases, got {', '.join(params)}")
         check_params(names, params)
-        names = [name for name in names if params.keys() <= REGISTRY.operation(name).schema.known]
-        implied |= params
+        having = [name for name in names if params.keys() <= REGISTRY.operation(name).schema.known]
+        if names and not having:
+            step = "give layout=, or name the operation that they choose"
+            raise ValueError(f"parameters: wanted those of {' or '.join(names)}, got {', '.join(params)}; {step}")
+        names, implied = having, {**implied, **params}
     dims = None if head_dim is None else (head_dim,)
     of_grid = dict(head_dim=dims, seq_lens=seq_lens, batch_sizes=batch_sizes)  # noqa: C408  # as they are called
     narrow = {name: sizes for name, sizes in of_grid.items() if sizes is not None}
