@@ -159,6 +159,7 @@ def test_a_weight_in_marlins_order_becomes_a_plain_one_and_comes_back(text):
         ("weight: wanted finite numbers, got none", None, lambda: lz.quantize_weight(N.to("meta"), "int4")),
         ("group: wanted 0 or more", None, lambda: lz.quantize_weight(N, "int4", group_size=-7)),
         ("weight: wanted a floating tensor (N, K)", None, lambda: lz.quantize_weight(N[0], "int4")),
+        ("of 16 bits or more, got", None, lambda: lz.quantize_weight(N.to(torch.float8_e4m3fn), "int4")),
         (
             "format: wanted one that is made here, got gguf:Q4_K",
             None,

@@ -149,7 +149,7 @@ def test_a_process_of_a_built_in_kernel_has_the_extension_too(fresh):
     built_in = kernels.IsolatedKernel(REGISTRY.kernel("torch.rms_norm"), lz.explain("rms_norm", rows(), WEIGHT).facts)
     built_in(rows(), WEIGHT, eps=1e-5)
     (library,) = kernels.LIBRARIES.values()
-    assert accelerator.HOT.__file__ in Path(f"/proc/{library.worker.pid}/maps").read_text()
+    assert Path(accelerator.HOT.__file__).name in Path(f"/proc/{library.worker.pid}/maps").read_text()
 
 
 @pytest.mark.parametrize(("streams", "moves", "ways"), [(40, 400, [0, 1, 1, 1]), (40, 60, [0, 1, 0, 0])])

@@ -64,8 +64,9 @@ def quantize_weight(
             for name, each in given.items()
             if each is not None
         ]
-    if not isinstance(weight, Tensor) or weight.ndim not in (2, 3) or not weight.is_floating_point():
-        problems.append(f"weight: wanted a floating tensor (N, K) or (E, N, K), got {told(weight)}")
+    fits = isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 1
+    if not fits or weight.ndim not in (2, 3):
+        problems.append(f"weight: wanted a floating tensor (N, K) or (E, N, K) of 16 bits or more, got {told(weight)}")
     elif not problems:
         problems += scheme_of(of).size_problems(of, *weight.shape[-2:])
         if weight.is_meta or not bool(weight.isfinite().all()):
