@@ -8,6 +8,7 @@ clock, environment, random numbers or state of the process. What it names outsid
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import itertools
 import math
@@ -89,6 +90,7 @@ def _finds_few(name: str, others: list[Any]) -> bool:
     return name in _FEW and (name in _EQUAL or not zeros or not all(zeros))
 
 
+@functools.cache
 def is_own(module: str) -> bool:
     """Whether it is no library's: a user's file, or a package that is not known."""
     first = module.partition(".")[0]
@@ -105,6 +107,7 @@ def _allowed(called: Any) -> bool:
     return getattr(of, "__name__", "") in IN_C or name in BUILT_IN
 
 
+@functools.cache
 def _may_call(name: str) -> bool:
     """Whether code may call functions in Python of a module of this name, or what these call is looked at."""
     first, _, rest = name.partition(".")
@@ -280,17 +283,19 @@ class _Python(TorchFunctionMode):
 
     def _hear(self, frame: FrameType, event: str, called: Any) -> None:
         """Note a call that own code makes; what it calls of others than libraries is its own, too."""
+        if event not in {"call", "c_call"}:
+            return
         name = _file_of(frame)
-        if event == "c_call" and name in self.own:
+        if name in self.own:
             of = getattr(called, "__self__", None)
-            if isinstance(of, _Size) or (isinstance(of, torch.Size) and called.__name__ == "numel"):
+            if event == "call":
+                self.codes.add(frame.f_code)
+            elif isinstance(of, _Size) or (isinstance(of, torch.Size) and called.__name__ == "numel"):
                 self.compared.add(name)
             elif not _allowed(called):
                 where = getattr(of, "__name__", type(of).__name__)
                 self.outside[f"{where}.{called.__name__}".removeprefix("builtins.")] = None
-        elif event == "call" and name in self.own:
-            self.codes.add(frame.f_code)
-        elif event == "call" and self._files:
+        elif event == "call" and self._files and (self.own or is_own(name)):
             caller = frame.f_back
             while caller is not None and _file_of(caller).partition(".")[0] in HARMLESS:
                 caller = caller.f_back
@@ -303,7 +308,7 @@ class _Python(TorchFunctionMode):
 
     def _look(self, func: Any, given: list[Any], found: Any, frame: FrameType | None) -> None:
         """Note what own code asks of a tensor; where it gets more of them in another run, it may count its rows."""
-        while frame is not None and _file_of(frame).startswith("torch."):
+        while frame is not None and self.own and _file_of(frame).startswith("torch."):
             if _file_of(frame).startswith("torch.nn.modules"):
                 return
             frame = frame.f_back
