@@ -278,7 +278,10 @@ class _Python(TorchFunctionMode):
         return self
 
     def __exit__(self, *raised: object) -> None:
-        sys.setprofile(self._before)
+        own = getattr(self._before, "enable", None)  # cProfile's is no function before Python 3.12
+        sys.setprofile(None if own else self._before)
+        if own:
+            own()
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def _hear(self, frame: FrameType, event: str, called: Any) -> None:
