@@ -157,6 +157,10 @@ def readers(draw):
 def test_a_plan_serves_calls_that_agree_in_what_was_read(drawn):
     """Whatever a kernel reads, where it loads, in its limit and for its artefact, and in whichever branch."""
     first, second, reads = drawn
+    try:
+        run(second)
+    except lz.InvalidCallError:  # what was cut off may have been needed: rows of a table, weights above 0
+        return
     facts = [lz.facts(call.function, **arguments_of(call)) for call in (first, second)]
     kernel = reading_kernel(facts[0].operation.name, **reads)
     lz.register_backend([kernel])
