@@ -23,7 +23,22 @@ from layerzero.core.reasons import Reason
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 
-__all__ = ["GENERAL_FACTS", "Case", "Function", "OpKind", "Operation", "Part", "Route", "Routed", "Tolerance", "Work"]
+__all__ = [
+    "GENERAL_FACTS",
+    "Case",
+    "Function",
+    "OpKind",
+    "Operation",
+    "Part",
+    "Random",
+    "Route",
+    "Routed",
+    "Tolerance",
+    "Work",
+]
+
+Random = torch.Generator | None
+"""Where the numbers of examples come from; torch's own generator where None."""
 
 GENERAL_FACTS = (
     *("operation", "layout", "platform", "sm", "dtype"),
@@ -164,7 +179,7 @@ class Operation:
     number_guard: Callable[[str, str | None], Callable[..., None]] | None = None
     note: Callable[[Mapping[str, Any], str | None], None] | None = None
     advice: Callable[[Any, Mapping[str, Sequence[Reason]]], str] | None = None
-    examples: Callable[[Case, torch.dtype, torch.device, torch.Generator | None], dict[str, Any]] | None = None
+    examples: Callable[[Case, torch.dtype, torch.device, Random], dict[str, Any]] | None = None
     complete: Callable[[Mapping[str, int]], Mapping[str, int]] | None = None
     work: Callable[[Mapping[str, Any]], Work] | None = None
     scratch: Callable[[Mapping[str, int]], int] | None = None

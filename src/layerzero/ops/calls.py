@@ -20,7 +20,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.kernel import Kernel
-from layerzero.core.operation import Case, Function, Operation, Routed
+from layerzero.core.operation import Case, Function, Operation, Random, Routed
 from layerzero.core.reasons import Reason
 from layerzero.ops import function_of
 
@@ -47,7 +47,7 @@ def arguments_of(
     device: torch.device | str = "cpu",
     *,
     layout: str | None = None,
-    generator: torch.Generator | None = None,
+    generator: Random = None,
     promised: bool = False,
     capturable: bool = False,
 ) -> dict[str, Any]:

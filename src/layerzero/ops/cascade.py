@@ -22,7 +22,7 @@ from torch import Tensor
 from layerzero.core import values
 from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema, told
 from layerzero.core.errors import refuse
-from layerzero.core.operation import Case, Function, Routed, Work
+from layerzero.core.operation import Case, Function, Random, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.declare import HEAD_DIM, TOLERANCE
@@ -229,9 +229,7 @@ def _work(facts: Mapping[str, Any]) -> Work:
     return attn.work_of(facts, batch * keys, batch, shared + batch * (keys - shared))
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
+def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """Tables whose first seven pages of eight are the same, or as many as the case promises."""
     size = case.sizes
     made = paged.table_examples(case, dtype, torch.device("cpu"), generator)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, told
-from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.operation import Case, Operation, Random, Work
 from layerzero.ops.declaration import cases, function, operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear.declare import TOLERANCE, TOLERANCE_REASON, deviation, judged_by_products
@@ -230,9 +230,7 @@ def _operation(reference: Callable[..., Tensor], spatial: tuple[str, ...], rows:
         moved = inputs + facts["out_channels"] * filter_ + outputs
         return Work(2.0 * outputs * filter_, float(moved * facts["dtype"].itemsize))
 
-    def weight(
-        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-    ) -> dict[str, Tensor]:
+    def weight(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
         shape = tuple(case.sizes[axis] for axis in ("out_channels", "group_channels", *kernel))
         where = device if generator is None else generator.device
         made = torch.randn(shape, generator=generator, device=where, dtype=torch.float32)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, Role, told
 from layerzero.core.dtypes import INDEX
-from layerzero.core.operation import Case, Operation, Tolerance, Work
+from layerzero.core.operation import Case, Operation, Random, Tolerance, Work
 from layerzero.ops.declaration import NDIM, cases, function, operation, tensor, wide
 from layerzero.ops.draw import Draw
 
@@ -114,9 +114,7 @@ def _operation(name: str, summary: str, *, shard: bool) -> Operation:
         start = {"vocab_start": vocab} if shard else {}
         return cases("rows vocab features", {label: (rows, vocab, features)}, {**start, **params})[0]
 
-    def examples(
-        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-    ) -> dict[str, Tensor]:
+    def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
         """Ids of every shard of three, of which the case's is the middle one."""
         if not shard:
             return {}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.operation import Case, Work
+from layerzero.core.operation import Case, Random, Work
 from layerzero.core.values import Check
 from layerzero.ops.calls import drawn
 from layerzero.ops.declaration import function, operation, tensor, wide
@@ -82,9 +82,7 @@ def _work(rows_of: Callable[[Mapping[str, Any]], int]) -> Callable[[Mapping[str,
     return work
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """Weights whose products are of order 1, and groups of unlike lengths, one of them empty."""
     groups, outputs, inputs = (case.sizes[name] for name in ("experts", "out_features", "in_features"))
     weight = drawn(TensorSchema("weight"), (groups, outputs, inputs), dtype, device, {}, generator)

@@ -20,7 +20,7 @@ from layerzero.core.arguments import REQUIRED, Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.facts import Facts
-from layerzero.core.operation import Case, Function, Routed, Work
+from layerzero.core.operation import Case, Function, Random, Routed, Work
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
@@ -142,9 +142,7 @@ def _work(facts: Mapping[str, Any]) -> Work:
     return Work(2.0 * heads * pairs * (2 * latent + rope), float(elements * facts["dtype"].itemsize))
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
+def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """Tables as for decoding, and planes that are columns of one tensor, which every kernel reads."""
     size = case.sizes
     made = table_examples(case, dtype, device, generator)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from layerzero.core.arguments import Axis, Param, told
 from layerzero.core.dtypes import INDEX
 from layerzero.core.errors import refuse
-from layerzero.core.operation import Case, Function, Operation, Tolerance, Work
+from layerzero.core.operation import Case, Function, Operation, Random, Tolerance, Work
 from layerzero.core.values import Check
 from layerzero.ops.declaration import NDIM, cases, function, operation, tensor, wide
 from layerzero.ops.draw import Draw
@@ -203,9 +203,7 @@ _SHARED = (
 )
 
 
-def _target(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def _target(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """A class for each row; the schema cannot say that one more number than the classes is allowed."""
     rows, classes = case.sizes["rows"], max(case.sizes["vocab"], 1)
     if device.type == "meta":
@@ -214,9 +212,7 @@ def _target(
     return {"target": torch.randint(classes, (rows,), generator=generator, device=where).to(device)}
 
 
-def _linear_examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def _linear_examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     shape = case.sizes["vocab"], case.sizes["features"]
     where = device if generator is None else generator.device
     weight = torch.randn(shape, generator=generator, device=where, dtype=torch.float32).mul_(deviation(shape[1]))

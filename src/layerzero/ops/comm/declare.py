@@ -22,7 +22,7 @@ from torch import Tensor
 from layerzero.core.arguments import Axis, Param, Role, SizeCodes, told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.judge import Exact
-from layerzero.core.operation import Case, Function, Operation, OpKind, Tolerance, Work
+from layerzero.core.operation import Case, Function, Operation, OpKind, Random, Tolerance, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.comm.ranks import (
     DENSE,
@@ -73,7 +73,7 @@ _ROUNDED = "each of up to eight sums may round to the dtype"
 _CASES = cases("payload", {"token": (8192,), "prefill": (4194304,), "small": (96,)})
 
 
-def _alone(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
+def _alone(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     return {"group": Ranks.alone()}
 
 

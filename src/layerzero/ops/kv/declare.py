@@ -19,7 +19,7 @@ from torch import Tensor
 from layerzero.core.arguments import Axis
 from layerzero.core.dtypes import INDEX
 from layerzero.core.errors import refuse
-from layerzero.core.operation import Case, Function, Routed
+from layerzero.core.operation import Case, Function, Random, Routed
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.declaration import tensor
 from layerzero.ops.draw import Draw
@@ -74,9 +74,7 @@ def _row(name: str, batch: int, seq: int, length: int, kv_heads: int, head_dim: 
     return Case(name, sizes | {"head_dim": head_dim, "value_dim": head_dim})
 
 
-def _positions(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def _positions(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """The tokens of a sequence one after the other, from anywhere."""
     batch, seq, length = (case.sizes[name] for name in ("batch", "seq", "length"))
     first = torch.randint(0, max(length - seq, 0) + 1, (batch, 1), generator=generator)
@@ -182,9 +180,7 @@ def copy_kv_blocks_(
         cache[to_pages] = cache[from_pages]
 
 
-def _page_numbers(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def _page_numbers(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """Pages that are read, and others that are written."""
     count, copies = case.sizes["pages"], case.sizes["copied_pages"]
     order = torch.randperm(count, generator=generator)

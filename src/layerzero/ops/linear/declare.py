@@ -18,7 +18,7 @@ from torch.nn import functional
 from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.facts import Facts
 from layerzero.core.judge import Elementwise, Given, Judge, apart
-from layerzero.core.operation import Case, Part, Tolerance, Work
+from layerzero.core.operation import Case, Part, Random, Tolerance, Work
 from layerzero.ops.activation.formulas import FORMULAS
 from layerzero.ops.calls import drawn
 from layerzero.ops.declaration import NDIM, operation, tensor, wide
@@ -118,9 +118,7 @@ def judged_by_products(
     return Elementwise(tolerance, reason, deviation)
 
 
-def weight(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def weight(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """The weight of a case of mlp.linear."""
     return {
         "weight": scaled("weight", (case.sizes["out_features"], case.sizes["in_features"]), dtype, device, generator)

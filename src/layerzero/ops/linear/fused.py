@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Operation, Tolerance, Work
+from layerzero.core.operation import Case, Operation, Random, Tolerance, Work
 from layerzero.ops.activation.formulas import FORMULAS
 from layerzero.ops.declaration import operation, tensor, wide
 from layerzero.ops.linear import stock
@@ -144,9 +144,7 @@ def _operation(name: str, summary: str, *, gated: bool = False, joined: bool = F
     }
     biases = {f"{each.removesuffix('_weight')}_bias": shape[0] for each, shape in shapes.items()}
 
-    def examples(
-        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-    ) -> dict[str, Tensor]:
+    def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
         sizes = {name: (case.sizes[rows], case.sizes[columns]) for name, (rows, columns) in shapes.items()}
         return {name: scaled(name, size, dtype, device, generator, FEW) for name, size in sizes.items()}
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, told
 from layerzero.core.errors import refuse
-from layerzero.core.operation import Case, Function, Operation, Routed, Work
+from layerzero.core.operation import Case, Function, Operation, Random, Routed, Work
 from layerzero.ops.declaration import check_dense, operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear import stock
@@ -120,9 +120,7 @@ def _operation(name: str, summary: str, *, joined: bool) -> Operation:
     shapes = {"q_weight": "joined_features"} if joined else {each: f"{each[0]}_features" for each in WEIGHTS}
     packed = {each: of for each, of in QKV_PACKED_OF.items() if of in shapes}
 
-    def examples(
-        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-    ) -> dict[str, Tensor]:
+    def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
         inputs = case.sizes["in_features"]
         return {
             each: scaled(each, (case.sizes[axis], inputs), dtype, device, generator) for each, axis in shapes.items()

@@ -22,7 +22,7 @@ from layerzero.core.arguments import TensorSchema, told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Function, Operation, Routed, Work
+from layerzero.core.operation import Case, Function, Operation, Random, Routed, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.calls import drawn
 from layerzero.ops.declaration import check_dense, operation, tensor, wide
@@ -199,9 +199,7 @@ def _examples(weights: frozenset[torch.dtype]) -> Callable[..., dict[str, Tensor
     """A weight whose products are of order 1, a scale for each output; mostly in the dtype that is named first."""
     first = next(each for each, of in FORMATS.items() if of.dtype in weights)
 
-    def examples(
-        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-    ) -> dict[str, Tensor]:
+    def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
         name = "fp8_e4m3" if case.name in _OF_FLOAT8 else first
         shape = case.sizes["out_features"], case.sizes["in_features"]
         if device.type == "meta":  # the first product of meta tensors imports torch's compiler, for a second or two

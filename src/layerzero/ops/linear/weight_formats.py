@@ -27,7 +27,7 @@ from layerzero.core.arguments import Param, Role, TensorSchema
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Operation, Part, Work
+from layerzero.core.operation import Case, Operation, Part, Random, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.values import Check
 from layerzero.ops.declaration import operation, tensor, wide
@@ -174,9 +174,7 @@ def random_weight(of: WeightFormat, outputs: int, inputs: int, device: Any, gene
     return {ARGUMENTS[name]: each.to(device) for name, each in drawn._asdict().items() if each is not None}
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
+def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """The weight of a case; of sizes that its format does not have none, which is no call."""
     of, outputs, inputs = (
         WeightFormat.of(str(case.params["weight_format"])),

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from layerzero.core.arguments import Axis, Param, TensorSchema, told
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Work
+from layerzero.core.operation import Case, Random, Work
 from layerzero.ops.activation.formulas import FORMULAS, swiglu_oai
 from layerzero.ops.calls import drawn
 from layerzero.ops.declaration import operation, tensor, wide
@@ -244,9 +244,7 @@ def choices(tokens: int, experts: int, top_k: int, generator: torch.Generator | 
     return torch.rand((tokens, experts), generator=generator, device=device).argsort(-1)[:, :top_k]
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """Weights whose products are of order 1, and experts that differ, each with a share."""
     names = "experts joined_features inner_features hidden tokens top_k"
     experts, joined, inner, hidden, tokens, top_k = map(case.sizes.__getitem__, names.split())

@@ -21,7 +21,7 @@ from torch.nn import functional
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema, told
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.operation import Case, Operation, Random, Work
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.declaration import function, operation, tensor
 from layerzero.ops.draw import Draw
@@ -101,9 +101,7 @@ _DRAWN = 8
 """Experts with numbers of their own in a drawn stack: 128 of a model's take a minute."""
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
+def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """Both weights of a case, and experts that differ; of sizes that a format does not have none, which is no call."""
     experts, joined, inner, hidden = (
         case.sizes[name] for name in ("experts", "joined_features", "inner_features", "hidden")

@@ -22,7 +22,7 @@ from torch.nn import functional
 from layerzero.core.arguments import Axis, Param, TensorSchema, told
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError, refuse
-from layerzero.core.operation import Case, Function, Operation, Routed
+from layerzero.core.operation import Case, Function, Operation, Random, Routed
 from layerzero.ops.calls import drawn
 from layerzero.ops.declaration import (
     NDIM,
@@ -214,9 +214,7 @@ def _torch_layer_norm(
     return functional.layer_norm(input, list(_sizes(normalized_shape)), weight, bias, eps)
 
 
-def _layer_examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
+def _layer_examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     given: Any = case.params.get("normalized_shape")
     shape = tuple(given or (case.sizes["hidden"],))
     schemas = [TensorSchema(name) for name in ("weight", "bias")]

@@ -19,7 +19,7 @@ from torch import Tensor
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.facts import Facts
-from layerzero.core.operation import Case, Operation, Part, Work
+from layerzero.core.operation import Case, Operation, Part, Random, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
@@ -131,9 +131,7 @@ def _work(facts: Mapping[str, Any]) -> Work:
     return attn.work_of(facts, keys, batch, keys)
 
 
-def table_examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
+def table_examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """Sequences on shuffled pages, each page in one place: where the cache is small, sequences are short."""
     size = case.sizes
     batch, blocks = size["batch"], size["max_blocks"]

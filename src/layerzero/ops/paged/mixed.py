@@ -18,7 +18,7 @@ from torch import Tensor
 from layerzero.core import values
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
-from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.operation import Case, Operation, Random, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
@@ -129,9 +129,7 @@ def _work(facts: Mapping[str, Any]) -> Work:
 
 
 def _examples(mixed: bool) -> Callable[..., dict[str, Any]]:
-    def examples(
-        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-    ) -> dict[str, Any]:
+    def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
         """Tables as for decoding; eight sequences of nine decode in a mixed call, unless the case promises others."""
         batch, tokens = case.sizes["batch"], case.sizes["tokens"]
         decodes = 0
@@ -150,7 +148,7 @@ def _examples(mixed: bool) -> Callable[..., dict[str, Any]]:
     return examples
 
 
-def _biases(case: Case, device: torch.device, generator: torch.Generator | None) -> dict[str, Tensor]:
+def _biases(case: Case, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """Sinks in the dtype that GPT-OSS has them in, whatever the queries', and slopes as steep as ALiBi's."""
     where, heads, made = device if generator is None else generator.device, case.sizes["heads"], dict[str, Tensor]()
     if "sinks" in case.given:

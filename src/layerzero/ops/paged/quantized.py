@@ -22,7 +22,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import refuse
 from layerzero.core.facts import Facts
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Operation, Tolerance, Work
+from layerzero.core.operation import Case, Operation, Random, Tolerance, Work
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check, Say, problems_on_host
@@ -137,7 +137,7 @@ def _work(work: Callable[[Mapping[str, Any]], Work]) -> Callable[[Mapping[str, A
 def _examples(examples: Any) -> Callable[..., dict[str, Any]]:
     """Numbers of a unit normal as multiples of a scale a head, in float8."""
 
-    def made(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
+    def made(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
         found: dict[str, Any] = examples(case, dtype, device, generator)
         lead = tuple(case.sizes[name] for name in ("pages", "page_size", "kv_heads"))
         for name, width in (("key", "head_dim"), ("value", "value_dim")):
@@ -232,7 +232,7 @@ ONE_STEP = Elementwise(
 )
 
 
-def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
+def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """One scale a head, so that numbers of a unit normal fill the range of int8, and caches of float8."""
     shape = tuple(case.sizes[name] for name in ("pages", "page_size", "kv_heads"))
     made: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.judge import Given, Judge, first_of, first_wrong
-from layerzero.core.operation import Case, Operation, Work
+from layerzero.core.operation import Case, Operation, Random, Work
 from layerzero.core.values import Check
 from layerzero.ops.calls import drawn
 from layerzero.ops.declaration import NDIM, operation, tensor
@@ -252,9 +252,7 @@ def _scales_of(of: Format) -> TensorSchema:
     return tensor(f"scale: {'... scale_blocks' if of.block else ''}", frozenset({of.scale_dtype}), same_dtype=False)
 
 
-def _static_example(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
+def _static_example(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """A scale that three deviations of a normal number go with, where a case has one."""
     return {name: torch.tensor(0.025, device=device) for name in ("scale", "tensor_scale") if name in case.given}
 
@@ -311,9 +309,7 @@ def _features(bits: int, arguments: Mapping[str, Any], values: Mapping[str, Any]
 def _examples_back(of: Format) -> Callable[..., dict[str, Any]]:
     """What normal numbers become, by the reference; where sizes contradict each other what is drawn is no call."""
 
-    def examples(
-        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-    ) -> dict[str, Any]:
+    def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
         shape = case.sizes["rows"], case.sizes["features"]
         if _sizes(of, *shape) != dict(case.sizes) or not shape[1] or (of.block and shape[1] % of.block):
             return {} if of.block else {"scale": torch.ones(shape[0], 1, device=device)}  # no call, or an empty one

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, TensorSchema
 from layerzero.core.dtypes import FLOATING, INDEX, dtype_name
-from layerzero.core.operation import Case, Work
+from layerzero.core.operation import Case, Random, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.declaration import ROUNDED_TWICE, operation, tensor
 from layerzero.ops.rope import stock
@@ -85,9 +85,7 @@ def cos_sin(table: int, half: int, device: torch.device, dtype: torch.dtype = to
     return joined[:, :half], joined[:, half:]
 
 
-def examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """Tokens in the middle of their sequences: positions are shuffled rows of a table of real angles."""
     size = case.sizes
     tokens = (size["batch"], size["seq"])

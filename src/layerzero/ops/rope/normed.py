@@ -17,7 +17,7 @@ from torch import Tensor
 from layerzero.core.arguments import Axis, Param
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Function, Routed, Tolerance, Work
+from layerzero.core.operation import Case, Function, Random, Routed, Tolerance, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.attention.layout import both_fit
 from layerzero.ops.declaration import check_dense, operation, tensor
@@ -266,9 +266,7 @@ def _alone(of: Iterable[Case]) -> tuple[Case, ...]:
     )
 
 
-def _examples_of_one(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def _examples_of_one(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     pair = Case(case.name, {**case.sizes, "kv_heads": 1}, case.params, case.given)
     made = rope_examples(pair, dtype, device, generator)
     return {"input": made["query"], **{name: made[name] for name in ("cos", "sin", "positions")}}

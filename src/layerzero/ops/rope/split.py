@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from layerzero.core.arguments import Axis, Param, told
 from layerzero.core.errors import refuse
-from layerzero.core.operation import Case, Function, Routed, Work
+from layerzero.core.operation import Case, Function, Random, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.declaration import check_dense, operation, tensor
 from layerzero.ops.rope import draw, stock
@@ -92,9 +92,7 @@ def _case(
     return Case(name, sizes, {"heads": heads, "kv_heads": kv_heads, **params}, ("positions", *weights))
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """A table of real angles, and the weights of norms that a case brings."""
     size, params = case.sizes, case.params
     cos, sin = cos_sin(size["table"], size["rotary_half"], device)

@@ -20,7 +20,7 @@ from torch import Tensor
 from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import INDEX, dtype_name
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Tolerance, Work
+from layerzero.core.operation import Case, Random, Tolerance, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.declaration import operation, tensor
@@ -136,9 +136,7 @@ def _table(case: Case, device: torch.device) -> dict[str, Tensor]:
     return dict(zip(("cos", "sin"), cos_sin(case.sizes["table"], case.sizes["rotary_half"], device), strict=True))
 
 
-def contiguous_examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def contiguous_examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """Real angles; the tokens of a sequence one after the other, from anywhere."""
     batch, seq, length = (case.sizes[name] for name in ("batch", "seq", "length"))
     first = torch.randint(0, max(length - seq, 0) + 1, (batch, 1), generator=generator)
@@ -146,9 +144,7 @@ def contiguous_examples(
     return {**_table(case, device), "positions": places.clamp(max=max(length - 1, 0)).to(device)}
 
 
-def paged_examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def paged_examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     """Real angles, at positions in any order."""
     positions = torch.randint(0, max(case.sizes["table"], 1), (case.sizes["tokens"],), generator=generator)
     return {**_table(case, device), "positions": positions.to(device)}

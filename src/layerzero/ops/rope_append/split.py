@@ -19,7 +19,7 @@ from layerzero.core.arguments import Axis, TensorSchema, told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import refuse
 from layerzero.core.judge import Elementwise
-from layerzero.core.operation import Case, Function, Routed, Work
+from layerzero.core.operation import Case, Function, Random, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.declaration import check_dense, operation, tensor
 from layerzero.ops.paged import layout_record
@@ -136,9 +136,7 @@ def _sweep(of: Callable[..., Any]) -> Callable[[str, Mapping[str, Sequence[int]]
 
 
 def _examples(of: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    def examples(
-        case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-    ) -> dict[str, Tensor]:
+    def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
         made = of(case, dtype, device, generator)
         if not case.given:
             return made

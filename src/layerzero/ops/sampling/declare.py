@@ -23,7 +23,7 @@ from torch import Tensor
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.handle import FOREIGN
 from layerzero.core.judge import Exact, reproducible
-from layerzero.core.operation import Case, Operation, OpKind, Work
+from layerzero.core.operation import Case, Operation, OpKind, Random, Work
 from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.sampling import formulas, stock
 from layerzero.ops.sampling.checks import check_drawable, check_signs, check_values, judge
@@ -73,7 +73,7 @@ def examples(name: str, usual: Mapping[str, object]) -> Examples:
     A draw needs its top_k, top_p or min_p: a call described by the shape of its logits alone has usual ones.
     """
 
-    def made(case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
+    def made(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
         shape = (case.sizes["rows"], case.sizes["vocab"])
         beside = {each: value for each, value in usual.items() if f"{each}_by_row" not in case.given}
         if device.type == "meta":

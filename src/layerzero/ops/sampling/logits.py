@@ -17,7 +17,7 @@ from torch import Tensor
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import refuse
-from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
+from layerzero.core.operation import Case, Function, Operation, Random, Routed, Tolerance, Work
 from layerzero.ops.declaration import check_dense, function, operation, tensor
 from layerzero.ops.sampling import draw, stock
 from layerzero.ops.sampling.declare import AXES, COUNTS, TEMPERATURE, TEMPERATURE_BY_ROW, of_rows
@@ -106,9 +106,7 @@ def _penalties(name: str, summary: str, reference: Callable[..., Tensor], of: tu
     )
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
+def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """Numbers of rows in place of those for all, and counts of places that were mostly never said."""
     if device.type == "meta":
         return {}

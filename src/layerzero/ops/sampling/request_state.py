@@ -17,7 +17,7 @@ from layerzero.core.arguments import Axis, out_of_range, told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Exact
-from layerzero.core.operation import Case
+from layerzero.core.operation import Case, Random
 from layerzero.ops.declaration import function, operation, tensor
 from layerzero.ops.draw import Draw
 from layerzero.ops.sampling.declare import AXES
@@ -161,9 +161,7 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     return torch.minimum(logits, torch.nn.functional.embedding(places, bounds).flatten(-2)[..., : logits.shape[-1]])
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
+def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """Every other place allowed, about."""
     shape = (case.sizes["rows"], case.sizes["mask_words"])
     if device.type == "meta":

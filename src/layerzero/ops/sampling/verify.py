@@ -18,7 +18,7 @@ from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Exact, reproducible
 from layerzero.core.judges import Distribution
-from layerzero.core.operation import Case, Function, Operation, OpKind, Routed, Work
+from layerzero.core.operation import Case, Function, Operation, OpKind, Random, Routed, Work
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 from layerzero.ops.declaration import check_dense
@@ -127,9 +127,7 @@ def tree_of(batch: int, drafted: int, generator: torch.Generator | None, device:
     return (marks * below).long().clamp(max=below - 1) - 1
 
 
-def _examples(
-    case: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Any]:
+def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """Distributions, the draft near the target; and trees."""
     batch, drafted, vocab = (case.sizes[name] for name in ("batch", "drafted", "vocab"))
     if device.type == "meta":

@@ -22,7 +22,7 @@ from layerzero.core import values
 from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema, told
 from layerzero.core.errors import refuse
 from layerzero.core.handle import Handle
-from layerzero.core.operation import Case, Function, Routed, Work
+from layerzero.core.operation import Case, Function, Random, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
@@ -202,7 +202,7 @@ def make_pattern(
     return {"block_indptr": starts.to(device), "block_indices": indices.to(device, torch.int32)}
 
 
-def _examples(case: Case, _: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
+def _examples(case: Case, _: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     size, blocks = case.sizes, {name: int(str(case.params[name])) for name in ("block_rows", "block_cols")}
     rows, columns = size["block_starts"] - 1, size["kv_tokens"] // blocks["block_cols"]
     return make_pattern(rows, columns, size["nonzero_blocks"], device, generator)

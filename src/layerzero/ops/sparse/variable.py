@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.errors import refuse
-from layerzero.core.operation import Case, Function, Routed, Work
+from layerzero.core.operation import Case, Function, Random, Routed, Work
 from layerzero.core.values import Check
 from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
@@ -102,7 +102,7 @@ def _guard(function: str, _: str | None) -> Callable[..., None]:
     return look
 
 
-def _examples(case: Case, _: torch.dtype, device: torch.device, generator: torch.Generator | None) -> dict[str, Any]:
+def _examples(case: Case, _: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """Blocks of unlike sizes, a quarter of which each row sees, the first always among them."""
     size = case.sizes
     heads, rows, columns = size["kv_heads"], size["row_blocks"], size["col_blocks"]
