@@ -6,6 +6,7 @@ see ``'same'`` only where the kernel is of even length, and the end gets one zer
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -111,29 +112,26 @@ def each(value: Any, axes: int) -> tuple[Any, ...]:
     return tuple(value) * (axes if len(value) == 1 else 1) if isinstance(value, (tuple, list)) else (value,) * axes
 
 
-def _value_problems(axes: int) -> Callable[[dict[str, Any]], list[str]]:
-    def problems(arguments: dict[str, Any]) -> list[str]:
-        found = []
-        for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
-            value = arguments[name]
-            if type(value) not in (int, tuple, str) or (name == "padding" and value in ("same", "valid")):
-                continue  # the schema says what is wrong, or nothing is
-            numbers = value if isinstance(value, tuple) else (value,)
-            if not all(type(number) is int and least <= number < 2**31 for number in numbers) or len(numbers) not in {
-                1,
-                axes,
-            }:
-                form = f" or {axes} of them" if axes > 1 else ""
-                words = ", 'same' or 'valid'" if name == "padding" else ""
-                found.append(f"{name}: wanted a whole number from {least}{form}{words}, got {told(value)}")
-        if type(arguments["groups"]) is int and arguments["groups"] < 1:
-            found.append(f"groups: wanted a whole number from 1, got {told(arguments['groups'])}")
-        stride = arguments["stride"]
-        if arguments["padding"] == "same" and not found and any(number != 1 for number in each(stride, axes)):
-            found.append(f"stride: wanted 1 with padding='same', got {told(stride)}")
-        return found + packed_problems(arguments)
-
-    return problems
+def _value_problems(axes: int, arguments: dict[str, Any]) -> list[str]:
+    found = []
+    for name, least in (("stride", 1), ("padding", 0), ("dilation", 1)):
+        value = arguments[name]
+        if type(value) not in (int, tuple, str) or (name == "padding" and value in ("same", "valid")):
+            continue  # the schema says what is wrong, or nothing is
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(type(number) is int and least <= number < 2**31 for number in numbers) or len(numbers) not in {
+            1,
+            axes,
+        }:
+            form = f" or {axes} of them" if axes > 1 else ""
+            words = ", 'same' or 'valid'" if name == "padding" else ""
+            found.append(f"{name}: wanted a whole number from {least}{form}{words}, got {told(value)}")
+    if type(arguments["groups"]) is int and arguments["groups"] < 1:
+        found.append(f"groups: wanted a whole number from 1, got {told(arguments['groups'])}")
+    stride = arguments["stride"]
+    if arguments["padding"] == "same" and not found and any(number != 1 for number in each(stride, axes)):
+        found.append(f"stride: wanted 1 with padding='same', got {told(stride)}")
+    return found + packed_problems(arguments)
 
 
 def padded(arguments: Mapping[str, Any], spatial: tuple[int, ...]) -> list[int]:
@@ -158,49 +156,40 @@ def _lengths(arguments: Mapping[str, Any], axes: int) -> list[int]:
     return [(size + more - step * (kernel - 1) - 1) // stride + 1 for size, more, step, stride, kernel in sizes]
 
 
-def _with_tuples(made: Operation) -> Callable[[dict[str, Any]], Operation]:
-    def choose(arguments: dict[str, Any]) -> Operation:
-        """The operation of a call; lists, which torch takes as well, are tuples from here on."""
-        arguments |= {name: tuple(value) for name, value in arguments.items() if isinstance(value, list)}
-        return made
-
-    return choose
+def _with_tuples(made: Operation, arguments: dict[str, Any]) -> Operation:
+    """The operation of a call; lists, which torch takes as well, are tuples from here on."""
+    arguments |= {name: tuple(value) for name, value in arguments.items() if isinstance(value, list)}
+    return made
 
 
-def _fit_problems(axes: int) -> Callable[[dict[str, Any]], list[str]]:
-    def problems(arguments: dict[str, Any]) -> list[str]:
-        shape, weight, groups = tuple(arguments["input"].shape), tuple(arguments["weight"].shape), arguments["groups"]
-        found = []
-        if len(shape) > axes + 2:
-            found.append(f"input: wanted {axes + 1} or {axes + 2} axes, got shape {shape}")
-        if weight[1] * groups != shape[-axes - 1]:
-            wanted = f"{weight[1]} x {groups} channels, as weight {weight} and groups={groups} have"
-            found.append(f"input: wanted {wanted}, got {shape[-axes - 1]} in shape {shape}")
-        if weight[0] % groups:
-            found.append(f"groups: wanted a divisor of the weight's {weight[0]} outputs, got {groups}")
-        if 0 in weight or 0 in shape[-axes - 1 :]:
-            found.append(f"input, weight: wanted channels and positions, got shapes {shape} and {weight}")
-        if not found and min(_lengths(arguments, axes)) < 1:
-            more = padded(arguments, weight[2:])
-            room = tuple(size + extra for size, extra in zip(shape[-axes:], more, strict=True))
-            steps = each(arguments["dilation"], axes)
-            got = tuple(step * (size - 1) + 1 for step, size in zip(steps, weight[2:], strict=True))
-            found.append(f"weight: wanted a kernel within the padded input {room}, got {got}, dilation included")
-        return found
-
-    return problems
+def _fit_problems(axes: int, arguments: dict[str, Any]) -> list[str]:
+    shape, weight, groups = tuple(arguments["input"].shape), tuple(arguments["weight"].shape), arguments["groups"]
+    found = []
+    if len(shape) > axes + 2:
+        found.append(f"input: wanted {axes + 1} or {axes + 2} axes, got shape {shape}")
+    if weight[1] * groups != shape[-axes - 1]:
+        wanted = f"{weight[1]} x {groups} channels, as weight {weight} and groups={groups} have"
+        found.append(f"input: wanted {wanted}, got {shape[-axes - 1]} in shape {shape}")
+    if weight[0] % groups:
+        found.append(f"groups: wanted a divisor of the weight's {weight[0]} outputs, got {groups}")
+    if 0 in weight or 0 in shape[-axes - 1 :]:
+        found.append(f"input, weight: wanted channels and positions, got shapes {shape} and {weight}")
+    if not found and min(_lengths(arguments, axes)) < 1:
+        more = padded(arguments, weight[2:])
+        room = tuple(size + extra for size, extra in zip(shape[-axes:], more, strict=True))
+        steps = each(arguments["dilation"], axes)
+        got = tuple(step * (size - 1) + 1 for step, size in zip(steps, weight[2:], strict=True))
+        found.append(f"weight: wanted a kernel within the padded input {room}, got {got}, dilation included")
+    return found
 
 
-def _canonical(axes: int) -> Callable[[dict[str, Any]], None]:
-    def write(arguments: dict[str, Any]) -> None:
-        ends = padded(arguments, tuple(arguments["weight"].shape[2:]))
-        if arguments["padding"] != "same" or not any(number % 2 for number in ends):
-            arguments["padding"] = tuple(number // 2 for number in ends)
-        for name in ("stride", "padding", "dilation"):
-            values = each(arguments[name], axes)
-            arguments[name] = values[0] if len(set(values)) == 1 else values
-
-    return write
+def _canonical(axes: int, arguments: dict[str, Any]) -> None:
+    ends = padded(arguments, tuple(arguments["weight"].shape[2:]))
+    if arguments["padding"] != "same" or not any(number % 2 for number in ends):
+        arguments["padding"] = tuple(number // 2 for number in ends)
+    for name in ("stride", "padding", "dilation"):
+        values = each(arguments[name], axes)
+        arguments[name] = values[0] if len(set(values)) == 1 else values
 
 
 def lies_channels_last(tensor: Tensor) -> bool:
@@ -302,46 +291,43 @@ CONV2D = _operation(
 )
 
 
-def _draw(axes: int) -> Callable[[Draw, torch.dtype], dict[str, Any]]:
-    def draw_call(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-        """Draw a call: groups, depthwise, even kernels, steps of one axis alone; with and without a batch."""
-        groups = draw.of((1, 2, 3, 8), (6, 2, 1, 1))
-        channels, outputs = (groups * draw.of((1, 2, 5, 16, 48)) for _ in range(2))
-        kernel = tuple(draw.of((1, 2, 3, 4, 7)) for _ in range(axes))
-        dilation = draw.of((1, 1, 2, tuple(range(1, axes + 1))))
-        reach = [step * (size - 1) for size, step in zip(kernel, each(dilation, axes), strict=True)]
-        spatial = [draw.of((1, 2, 7, 16)) + more for more in reach]
-        shape = (*draw.of(((), (1,), (3,), (0,)), (20, 40, 40, 1)), channels, *spatial)
-        weight = draw.normal((outputs, channels // groups, *kernel), torch.float32)
-        weight = weight.mul_(deviation(weight[0].numel())).to(dtype)
-        arguments: dict[str, Any] = {
-            "input": draw.laid_out(draw.normal(shape, dtype)),
-            "weight": draw.laid_out(weight, expand=False),
-            "groups": groups,
-            "dilation": dilation,
-            "padding": draw.of(("same", "valid", 0, 1, tuple(range(axes)))),
-        }
-        if arguments["padding"] != "same" and draw.chance(0.5):
-            arguments["stride"] = draw.of((2, 3, tuple(range(1, axes + 1))))
-        if draw.chance(0.6):
-            arguments["bias"] = draw.laid_out(draw.normal((outputs,), dtype))
-        draw.poison(arguments, ("input",))
-        if draw.chance(0.4):
-            arguments["packed"] = PackedWeight(arguments["weight"])
-        return arguments
-
-    return draw_call
+def _draw(axes: int, draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call: groups, depthwise, even kernels, steps of one axis alone; with and without a batch."""
+    groups = draw.of((1, 2, 3, 8), (6, 2, 1, 1))
+    channels, outputs = (groups * draw.of((1, 2, 5, 16, 48)) for _ in range(2))
+    kernel = tuple(draw.of((1, 2, 3, 4, 7)) for _ in range(axes))
+    dilation = draw.of((1, 1, 2, tuple(range(1, axes + 1))))
+    reach = [step * (size - 1) for size, step in zip(kernel, each(dilation, axes), strict=True)]
+    spatial = [draw.of((1, 2, 7, 16)) + more for more in reach]
+    shape = (*draw.of(((), (1,), (3,), (0,)), (20, 40, 40, 1)), channels, *spatial)
+    weight = draw.normal((outputs, channels // groups, *kernel), torch.float32)
+    weight = weight.mul_(deviation(weight[0].numel())).to(dtype)
+    arguments: dict[str, Any] = {
+        "input": draw.laid_out(draw.normal(shape, dtype)),
+        "weight": draw.laid_out(weight, expand=False),
+        "groups": groups,
+        "dilation": dilation,
+        "padding": draw.of(("same", "valid", 0, 1, tuple(range(axes)))),
+    }
+    if arguments["padding"] != "same" and draw.chance(0.5):
+        arguments["stride"] = draw.of((2, 3, tuple(range(1, axes + 1))))
+    if draw.chance(0.6):
+        arguments["bias"] = draw.laid_out(draw.normal((outputs,), dtype))
+    draw.poison(arguments, ("input",))
+    if draw.chance(0.4):
+        arguments["packed"] = PackedWeight(arguments["weight"])
+    return arguments
 
 
 OPERATIONS = (CONV1D, CONV2D)
 FUNCTIONS = tuple(
     function(
         *(made.reference.__name__, made),
-        choose=_with_tuples(made),
-        values=_value_problems(axes),
-        fits=_fit_problems(axes),
-        canonical=_canonical(axes),
-        draw=_draw(axes),
+        choose=functools.partial(_with_tuples, made),
+        values=functools.partial(_value_problems, axes),
+        fits=functools.partial(_fit_problems, axes),
+        canonical=functools.partial(_canonical, axes),
+        draw=functools.partial(_draw, axes),
         weight=1,
     )
     for axes, made in ((1, CONV1D), (2, CONV2D))

@@ -6,6 +6,7 @@ how many each has. A mixture of experts sorts its tokens by expert, multiplies, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,14 +73,11 @@ def _check_values(input: Tensor, group_ends: Tensor, **_: object) -> list[Check]
     return [Check(fall, group_ends[:8], falls), Check((last == rows).sum() != 1, last, ends, alone=True)]
 
 
-def _work(rows_of: Callable[[Mapping[str, Any]], int]) -> Callable[[Mapping[str, Any]], Work]:
-    def work(facts: Mapping[str, Any]) -> Work:
-        """Every row times one weight; every tensor once."""
-        rows, inputs, outputs = rows_of(facts), facts["in_features"], facts["out_features"]
-        moved = rows * (inputs + outputs) + facts["experts"] * inputs * outputs
-        return Work(2.0 * rows * inputs * outputs, float(moved * facts["dtype"].itemsize))
-
-    return work
+def _work(rows_of: Callable[[Mapping[str, Any]], int], facts: Mapping[str, Any]) -> Work:
+    """Every row times one weight; every tensor once."""
+    rows, inputs, outputs = rows_of(facts), facts["in_features"], facts["out_features"]
+    moved = rows * (inputs + outputs) + facts["experts"] * inputs * outputs
+    return Work(2.0 * rows * inputs * outputs, float(moved * facts["dtype"].itemsize))
 
 
 def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
@@ -112,17 +110,12 @@ _MODELS = {"cuda": ((8, 4096, 14336), (128, 2048, 768)), "cpu": ((8, 512, 1024),
 _ROWS = {"cuda": (16, 128, 1024, 8192), "cpu": (16, 128, 512)}
 
 
-def _sweep(*, grouped: bool) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
-    axis = "rows" if grouped else "rows_each"
-
-    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
-        kind = device if device in _ROWS else "cpu"
-        for groups, inputs, outputs in _MODELS[kind] if narrow.keys() <= {axis} else ():
-            told = narrow.get(axis, _ROWS[kind])
-            for own in told if grouped else dict.fromkeys(max(rows // groups, 1) for rows in told):
-                yield _case(f"{groups}x{own}x{inputs}x{outputs}", own, groups, inputs, outputs, grouped=grouped)
-
-    return sweep
+def _sweep(device: str, narrow: Mapping[str, Sequence[int]], *, grouped: bool) -> Iterator[Case]:
+    axis, kind = "rows" if grouped else "rows_each", device if device in _ROWS else "cpu"
+    for groups, inputs, outputs in _MODELS[kind] if narrow.keys() <= {axis} else ():
+        told = narrow.get(axis, _ROWS[kind])
+        for own in told if grouped else dict.fromkeys(max(rows // groups, 1) for rows in told):
+            yield _case(f"{groups}x{own}x{inputs}x{outputs}", own, groups, inputs, outputs, grouped=grouped)
 
 
 def _cases(*, grouped: bool) -> tuple[Case, ...]:
@@ -163,8 +156,8 @@ BATCHED = operation(
     axes=(Axis("experts", scales=True), Axis("rows_each", scales=True, live=True), *_FEATURES),
     cases=_cases(grouped=False),
     judge=judged_by_products(batched_linear, TOLERANCE, TOLERANCE_REASON),
-    work=_work(lambda facts: int(facts["experts"] * facts["rows_each"])),
-    sweep=_sweep(grouped=False),
+    work=functools.partial(_work, lambda facts: int(facts["experts"] * facts["rows_each"])),
+    sweep=functools.partial(_sweep, grouped=False),
     expression=_torch_batched,
     **_JUDGED,
 )
@@ -184,8 +177,8 @@ GROUPED = operation(
     cases=_cases(grouped=True),
     judge=judged_by_products(grouped_linear, TOLERANCE, TOLERANCE_REASON),
     check_values=_check_values,
-    work=_work(lambda facts: int(facts["rows"])),
-    sweep=_sweep(grouped=True),
+    work=functools.partial(_work, lambda facts: int(facts["rows"])),
+    sweep=functools.partial(_sweep, grouped=True),
     expression=_torch_grouped,
     **_JUDGED,
 )

@@ -9,6 +9,7 @@ and torch keeps three of that size. Kernels of the linear operations hold a few 
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -300,19 +301,16 @@ CROSS_ENTROPY, CROSS_ENTROPY_ROWS, LINEAR_CROSS_ENTROPY, LINEAR_CROSS_ENTROPY_RO
 _NO_CLASSES = "target: wanted classes (int32 or int64), got probabilities; torch.nn.functional.cross_entropy has them"
 
 
-def _choose(name: str, reduced: Operation, by_row: Operation) -> Callable[[dict[str, Any]], Operation]:
-    def choose(arguments: dict[str, Any]) -> Operation:
-        target, reduction = arguments["target"], arguments["reduction"]
-        problems = [_NO_CLASSES] * (isinstance(target, Tensor) and target.is_floating_point())
-        if reduction not in REDUCTIONS:
-            problems.append(f"reduction: wanted {', '.join(REDUCTIONS)}, got {told(reduction)}")
-        refuse(name, problems)
-        if reduction != "none":
-            return reduced
-        arguments["reduction"] = None  # the operation of rows has no such argument
-        return by_row
-
-    return choose
+def _choose(name: str, reduced: Operation, by_row: Operation, arguments: dict[str, Any]) -> Operation:
+    target, reduction = arguments["target"], arguments["reduction"]
+    problems = [_NO_CLASSES] * (isinstance(target, Tensor) and target.is_floating_point())
+    if reduction not in REDUCTIONS:
+        problems.append(f"reduction: wanted {', '.join(REDUCTIONS)}, got {told(reduction)}")
+    refuse(name, problems)
+    if reduction != "none":
+        return reduced
+    arguments["reduction"] = None  # the operation of rows has no such argument
+    return by_row
 
 
 def _problems(arguments: dict[str, Any]) -> list[str]:
@@ -334,52 +332,49 @@ def _problems(arguments: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _draw(*, linear: bool) -> Callable[[Draw, torch.dtype], dict[str, Any]]:
-    def draw_call(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-        """Draw a call: a row, some, or none; of few and of many classes; now and then all rows ignored."""
-        vocab, features = draw.of((2, 3, 8, 33, 257, 1000)), draw.of((1, 7, 16, 64, 100))
-        shape = draw.leading((0, 1, 2) if linear else (0, 1), (1, 6, 2)[: 3 if linear else 2], (1, 2, 5, 17))
-        shape = shape if linear else shape[:1]
-        if linear:
-            weight = draw.normal((vocab, features), torch.float32).mul_(deviation(features)).to(dtype)
-            arguments: dict[str, Any] = {
-                "hidden": draw.laid_out(draw.normal((*shape, features), dtype)),
-                "weight": draw.laid_out(weight, expand=False),
-            }
-            if draw.chance(0.3):
-                arguments["bias"] = draw.laid_out(draw.normal((vocab,), dtype))
-            if draw.chance(0.2):
-                arguments["out_dtype"] = wide(dtype)
-        else:
-            arguments = {"logits": draw.laid_out(draw.normal((*shape, vocab), dtype) * draw.of((1, 4)))}
-        target = draw.integers(shape, vocab - 1, draw.of((torch.int64, torch.int32), (3, 1)))
-        ignored = draw.of((IGNORED, 0, vocab - 1))  # the call without the argument must mean something too
-        if draw.chance(0.5):
-            places = draw.uniform(shape, torch.float32) < draw.of((0.3, 0.3, 1.1))
-            target = target.masked_fill(places, ignored)
-            arguments["ignore_index"] = ignored
-        arguments["target"] = draw.laid_out(target, expand=False)
+def _draw(draw: Draw, dtype: torch.dtype, *, linear: bool) -> dict[str, Any]:
+    """Draw a call: a row, some, or none; of few and of many classes; now and then all rows ignored."""
+    vocab, features = draw.of((2, 3, 8, 33, 257, 1000)), draw.of((1, 7, 16, 64, 100))
+    shape = draw.leading((0, 1, 2) if linear else (0, 1), (1, 6, 2)[: 3 if linear else 2], (1, 2, 5, 17))
+    shape = shape if linear else shape[:1]
+    if linear:
+        weight = draw.normal((vocab, features), torch.float32).mul_(deviation(features)).to(dtype)
+        arguments: dict[str, Any] = {
+            "hidden": draw.laid_out(draw.normal((*shape, features), dtype)),
+            "weight": draw.laid_out(weight, expand=False),
+        }
         if draw.chance(0.3):
-            name = "class_weight" if linear else "weight"
-            arguments[name] = draw.laid_out(draw.uniform((vocab,), torch.float32).add_(0.25).to(dtype))
-        draw.poison(arguments, ("hidden",) if linear else ("logits",))
-        for name, values in (("label_smoothing", (0.1, 0.5)), ("softcap", (5.0, 30.0)), ("z_loss", (0.01,))):
-            if draw.chance(0.25):
-                arguments[name] = draw.of(values)
-        if draw.chance(0.6):
-            arguments["reduction"] = draw.of(REDUCTIONS)
-        return arguments
-
-    return draw_call
+            arguments["bias"] = draw.laid_out(draw.normal((vocab,), dtype))
+        if draw.chance(0.2):
+            arguments["out_dtype"] = wide(dtype)
+    else:
+        arguments = {"logits": draw.laid_out(draw.normal((*shape, vocab), dtype) * draw.of((1, 4)))}
+    target = draw.integers(shape, vocab - 1, draw.of((torch.int64, torch.int32), (3, 1)))
+    ignored = draw.of((IGNORED, 0, vocab - 1))  # the call without the argument must mean something too
+    if draw.chance(0.5):
+        places = draw.uniform(shape, torch.float32) < draw.of((0.3, 0.3, 1.1))
+        target = target.masked_fill(places, ignored)
+        arguments["ignore_index"] = ignored
+    arguments["target"] = draw.laid_out(target, expand=False)
+    if draw.chance(0.3):
+        name = "class_weight" if linear else "weight"
+        arguments[name] = draw.laid_out(draw.uniform((vocab,), torch.float32).add_(0.25).to(dtype))
+    draw.poison(arguments, ("hidden",) if linear else ("logits",))
+    for name, values in (("label_smoothing", (0.1, 0.5)), ("softcap", (5.0, 30.0)), ("z_loss", (0.01,))):
+        if draw.chance(0.25):
+            arguments[name] = draw.of(values)
+    if draw.chance(0.6):
+        arguments["reduction"] = draw.of(REDUCTIONS)
+    return arguments
 
 
 def _function(name: str, reduced: Operation, by_row: Operation, *, linear: bool) -> Function:
     return function(
         *(name, reduced, by_row),
-        choose=_choose(name, reduced, by_row),
+        choose=functools.partial(_choose, name, reduced, by_row),
         fits=_problems,
         canonical=as_default_loss if linear else None,
-        draw=_draw(linear=linear),
+        draw=functools.partial(_draw, linear=linear),
         weight=1,
     )
 

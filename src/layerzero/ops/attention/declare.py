@@ -9,6 +9,7 @@ Decode has no ``causal``: with one query, aligned bottom-right, every key is in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -220,7 +221,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         fixed={"causal": False} if decode else {},
         scratch=scratch,
         parts=parts,
-        sweep=sweep_of(name),
+        sweep=functools.partial(sweep_of, name),
         stock=layout.stock,
     )
 

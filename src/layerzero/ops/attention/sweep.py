@@ -9,7 +9,7 @@ cannot fill, and users' lengths are like that. A CPU gets smaller sizes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from layerzero.core.operation import Case
@@ -145,10 +145,6 @@ def _every(extent: Extent) -> Iterator[tuple[str, Case]]:
                     yield decode_case(heads, batch, context)
 
 
-def sweep_of(operation: str) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
+def sweep_of(operation: str, device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
     """The sweep of one operation."""
-
-    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
-        return (case for name, case in _every(extent_of(device, narrow)) if name == operation)
-
-    return sweep
+    return (case for name, case in _every(extent_of(device, narrow)) if name == operation)

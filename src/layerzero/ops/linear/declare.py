@@ -171,21 +171,17 @@ def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
                 yield Case(f"{rows}x{inputs}x{outputs}", sizes)
 
 
-def mlp_sweep(*, joined: bool) -> Sweep:
+def mlp_sweep(device: str, narrow: Mapping[str, Sequence[int]], *, joined: bool) -> Iterator[Case]:
     """The same of two products with as many outputs as inputs."""
-
-    def every(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
-        kind = device if device in _ROWS else "cpu"
-        if not narrow.keys() <= {"rows", "in_features", "inner_features"}:
-            return
-        for inputs, inner in _pairs(_MLPS[kind], narrow.get("in_features"), narrow.get("inner_features")):
-            for rows in narrow.get("rows", _ROWS[kind]):
-                if narrow or 6.0 * rows * inputs * inner <= _MAX_FLOPS[kind]:
-                    sizes = {"rows": rows, "in_features": inputs, "inner_features": inner, "out_features": inputs}
-                    sizes |= {"joined_features": 2 * inner} if joined else {}
-                    yield Case(f"{rows}x{inputs}x{inner}", sizes)
-
-    return every
+    kind = device if device in _ROWS else "cpu"
+    if not narrow.keys() <= {"rows", "in_features", "inner_features"}:
+        return
+    for inputs, inner in _pairs(_MLPS[kind], narrow.get("in_features"), narrow.get("inner_features")):
+        for rows in narrow.get("rows", _ROWS[kind]):
+            if narrow or 6.0 * rows * inputs * inner <= _MAX_FLOPS[kind]:
+                sizes = {"rows": rows, "in_features": inputs, "inner_features": inner, "out_features": inputs}
+                sizes |= {"joined_features": 2 * inner} if joined else {}
+                yield Case(f"{rows}x{inputs}x{inner}", sizes)
 
 
 def _pairs(

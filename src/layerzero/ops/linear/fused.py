@@ -7,6 +7,7 @@ mlp.fused.joined   the same with the gate's rows before up's in one weight
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,16 +124,12 @@ def _summed(arguments: Mapping[str, Any]) -> Tensor:
     return functional.linear(through.square(), down.square()).sqrt()
 
 
-def _work(products: int) -> Any:
+def _work(products: int, facts: Mapping[str, Any]) -> Work:
     """So many products into the inner features, and one out of them; every weight once."""
-
-    def work(facts: Mapping[str, Any]) -> Work:
-        rows, inputs, inner = facts["rows"], facts["in_features"], facts["inner_features"]
-        weights = products * inputs * inner + inner * facts["out_features"]
-        tensors = weights + rows * (inputs + facts["out_features"])
-        return Work(2.0 * rows * weights, float(tensors * facts["dtype"].itemsize))
-
-    return work
+    rows, inputs, inner = facts["rows"], facts["in_features"], facts["inner_features"]
+    weights = products * inputs * inner + inner * facts["out_features"]
+    tensors = weights + rows * (inputs + facts["out_features"])
+    return Work(2.0 * rows * weights, float(tensors * facts["dtype"].itemsize))
 
 
 def _operation(name: str, summary: str, *, gated: bool = False, joined: bool = False) -> Operation:
@@ -179,8 +176,8 @@ def _operation(name: str, summary: str, *, gated: bool = False, joined: bool = F
         judge=Elementwise(TOLERANCE, TOLERANCE_REASON, _summed),
         aliases=ALIASES,
         examples=examples,
-        work=_work(products=2 if gated or joined else 1),
-        sweep=mlp_sweep(joined=joined),
+        work=functools.partial(_work, products=2 if gated or joined else 1),
+        sweep=functools.partial(mlp_sweep, joined=joined),
         stock=stock.mlp,
     )
 

@@ -9,7 +9,8 @@ and lengths lie on the device: nothing is read on the host, so a captured step r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -169,19 +170,15 @@ def paged_case(heads: Heads, batch: int, context: int, page_size: int = PAGE_SIZ
     return f"attention.{heads.kind}.decode.paged", case
 
 
-def sweep_of(operation: str) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
+def sweep_of(operation: str, device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
     """The sweep of attention over pages with one kind of head counts."""
-
-    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
-        extent = extent_of(device, narrow)
-        for heads in extent.heads:
-            for batch in extent.decode_batches:
-                for context in extent.contexts_of(batch):
-                    name, case = paged_case(heads, batch, context)
-                    if name == operation and batch * context <= extent.max_context and context <= MAX_PAGED:
-                        yield case
-
-    return sweep
+    extent = extent_of(device, narrow)
+    for heads in extent.heads:
+        for batch in extent.decode_batches:
+            for context in extent.contexts_of(batch):
+                name, case = paged_case(heads, batch, context)
+                if name == operation and batch * context <= extent.max_context and context <= MAX_PAGED:
+                    yield case
 
 
 def scratch(sizes: Mapping[str, int]) -> int:
@@ -222,7 +219,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         examples=table_examples,
         scratch=scratch,
         parts=parts,
-        sweep=sweep_of(name),
+        sweep=functools.partial(sweep_of, name),
     )
 
 

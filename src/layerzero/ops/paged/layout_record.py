@@ -10,6 +10,7 @@ memory: on a CPU each call over such a cache, elsewhere those in debug mode.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.plan import outdate
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system import forking
-from layerzero.core.values import Check, Say
+from layerzero.core.values import Check
 
 _IN_USE, _WHOLE = "page with memory for its tokens", "page with memory for all tokens that it can have"
 _ROOM = "KVCache.writing() makes room, and its step names the places"
@@ -153,15 +154,12 @@ def _of(room: Tensor, pages: Tensor) -> Tensor:
 
 
 def _check(name: str, named: Tensor, wrong: Tensor, what: str = "place with memory") -> Check:
-    return Check(wrong, named.unsqueeze(-1), _say(name, what))
+    return Check(wrong, named.unsqueeze(-1), functools.partial(_say, name, what))
 
 
-def _say(name: str, what: str) -> Say:
-    def say(place: tuple[int, ...], got: tuple[int, ...]) -> str:
-        where = ", ".join(map(str, place))
-        return f"{name}[{where}]: wanted a {what}, got {got[0]}, which lacks it; {_ROOM}"
-
-    return say
+def _say(name: str, what: str, place: tuple[int, ...], got: tuple[int, ...]) -> str:
+    where = ", ".join(map(str, place))
+    return f"{name}[{where}]: wanted a {what}, got {got[0]}, which lacks it; {_ROOM}"
 
 
 _LAYOUTS: dict[int, dict[int, str]] = {}

@@ -9,6 +9,7 @@ queries' own tokens included: query i of n sees the keys below ``context_lens - 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -128,24 +129,21 @@ def _work(facts: Mapping[str, Any]) -> Work:
     return attn.work_of(facts, pairs, facts["tokens"], batch * keys)
 
 
-def _examples(mixed: bool) -> Callable[..., dict[str, Any]]:
-    def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
-        """Tables as for decoding; eight sequences of nine decode in a mixed call, unless the case promises others."""
-        batch, tokens = case.sizes["batch"], case.sizes["tokens"]
-        decodes = 0
-        if mixed:
-            promised: Any = case.params.get("decodes", max(batch * 8 // 9, 1))
-            decodes = max(min(promised, tokens, batch if batch == tokens else batch - 1), 0)
-        ones = torch.arange(decodes, dtype=torch.int32)
-        most: Any = case.params.get("max_seqlen_q")
-        starts = torch.cat((ones, spread(tokens - decodes, batch - decodes, most) + decodes))
-        made = paged.table_examples(case, dtype, device, generator) | {"cu_seqlens_q": starts}
-        made |= bounds_of(made, case.params, max_seqlen_q="cu_seqlens_q")
-        made["cu_seqlens_q"] = starts.to(device)
-        made |= _biases(case, device, generator)
-        return made | {"decodes": decodes} if decodes else made
-
-    return examples
+def _examples(mixed: bool, case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
+    """Tables as for decoding; eight sequences of nine decode in a mixed call, unless the case promises others."""
+    batch, tokens = case.sizes["batch"], case.sizes["tokens"]
+    decodes = 0
+    if mixed:
+        promised: Any = case.params.get("decodes", max(batch * 8 // 9, 1))
+        decodes = max(min(promised, tokens, batch if batch == tokens else batch - 1), 0)
+    ones = torch.arange(decodes, dtype=torch.int32)
+    most: Any = case.params.get("max_seqlen_q")
+    starts = torch.cat((ones, spread(tokens - decodes, batch - decodes, most) + decodes))
+    made = paged.table_examples(case, dtype, device, generator) | {"cu_seqlens_q": starts}
+    made |= bounds_of(made, case.params, max_seqlen_q="cu_seqlens_q")
+    made["cu_seqlens_q"] = starts.to(device)
+    made |= _biases(case, device, generator)
+    return made | {"decodes": decodes} if decodes else made
 
 
 def _biases(case: Case, device: torch.device, generator: Random) -> dict[str, Tensor]:
@@ -270,7 +268,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         check_values=_check_values,
         guard=_guard,
         number_guard=guard(("cu_seqlens_q", "query"), rows="block_tables"),
-        examples=_examples(mixed),
+        examples=functools.partial(_examples, mixed),
         scratch=_scratch,
         parts=parts_of_pages,
         sweep=sweep_of(name),

@@ -10,6 +10,7 @@ a caller has to allow (``narrow_query``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -124,29 +125,21 @@ def derive(arguments: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, obje
     return {"cache_dtype": dtype_name(arguments["key_cache"].dtype), "scale_axes": arguments["key_scale"].ndim}
 
 
-def _work(work: Callable[[Mapping[str, Any]], Work]) -> Callable[[Mapping[str, Any]], Work]:
+def _work(work: Callable[[Mapping[str, Any]], Work], facts: Mapping[str, Any]) -> Work:
     """The same products; what is read of the cache is one byte a number."""
-
-    def halved(facts: Mapping[str, Any]) -> Work:
-        whole = work(facts)
-        return Work(whole.flops, whole.bytes / facts["dtype"].itemsize)
-
-    return halved
+    whole = work(facts)
+    return Work(whole.flops, whole.bytes / facts["dtype"].itemsize)
 
 
-def _examples(examples: Any) -> Callable[..., dict[str, Any]]:
+def _examples(examples: Any, case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """Numbers of a unit normal as multiples of a scale a head, in float8."""
-
-    def made(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
-        found: dict[str, Any] = examples(case, dtype, device, generator)
-        lead = tuple(case.sizes[name] for name in ("pages", "page_size", "kv_heads"))
-        for name, width in (("key", "head_dim"), ("value", "value_dim")):
-            found[f"{name}_scale"] = (0.01 + 0.03 * torch.rand(lead[2], generator=generator)).to(device)
-            numbers = torch.randn(*lead, case.sizes[width], generator=generator) / 0.04
-            found[f"{name}_cache"] = numbers.to(torch.float8_e4m3fn).to(device)
-        return found
-
-    return made
+    found: dict[str, Any] = examples(case, dtype, device, generator)
+    lead = tuple(case.sizes[name] for name in ("pages", "page_size", "kv_heads"))
+    for name, width in (("key", "head_dim"), ("value", "value_dim")):
+        found[f"{name}_scale"] = (0.01 + 0.03 * torch.rand(lead[2], generator=generator)).to(device)
+        numbers = torch.randn(*lead, case.sizes[width], generator=generator) / 0.04
+        found[f"{name}_cache"] = numbers.to(torch.float8_e4m3fn).to(device)
+    return found
 
 
 def quantized(new: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -273,8 +266,8 @@ def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int
         derive=lambda arguments, values: {**derives(arguments, values), **derive(arguments, values)},
         derived=(*like.derived, *DERIVED),
         derived_from={**like.derived_from, **dict.fromkeys(DERIVED, ())},
-        work=_work(work),
-        examples=_examples(like.examples),
+        work=functools.partial(_work, work),
+        examples=functools.partial(_examples, like.examples),
         parts=None,
         sweep=None,
     )

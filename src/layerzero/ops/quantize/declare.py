@@ -162,15 +162,12 @@ def _reference(compute: Callable[..., Any], of: Format) -> Callable[..., Any]:
     return run
 
 
-def _check(of: Format) -> Callable[..., list[Check]]:
-    def check(input: Tensor, scale: Tensor | None = None, tensor_scale: Tensor | None = None) -> list[Check]:
-        checks = _scale_values({"scale": scale, "tensor_scale": tensor_scale})
-        if not of.dtype.is_floating_point:
-            text = f"input: wanted finite numbers, since {of.name} holds no other, got one that is not"
-            checks.append(_all(input.isfinite(), text))
-        return checks
-
-    return check
+def _check(of: Format, input: Tensor, scale: Tensor | None = None, tensor_scale: Tensor | None = None) -> list[Check]:
+    checks = _scale_values({"scale": scale, "tensor_scale": tensor_scale})
+    if not of.dtype.is_floating_point:
+        text = f"input: wanted finite numbers, since {of.name} holds no other, got one that is not"
+        checks.append(_all(input.isfinite(), text))
+    return checks
 
 
 def _scale_values(scales: Mapping[str, Tensor | None]) -> list[Check]:
@@ -290,7 +287,7 @@ def _quantize(of: Format) -> Operation:
         judge={"quantized": Rounded(of, functools.partial(quotients, of=of)), "scale": Scales(unsaid)},
         fixed={"dtype": of.name},
         examples=_static_example,
-        check_values=_check(of),
+        check_values=functools.partial(_check, of),
         work=_work,
         stock=None,
         fake=_reference(compute, of),  # results' dtypes follow from the format, and no schema says so
@@ -306,20 +303,18 @@ def _features(bits: int, arguments: Mapping[str, Any], values: Mapping[str, Any]
     return {"features": arguments["quantized"].shape[-1] * 8 // bits}
 
 
-def _examples_back(of: Format) -> Callable[..., dict[str, Any]]:
+def _examples_back(
+    of: Format, case: Case, dtype: torch.dtype, device: torch.device, generator: Random
+) -> dict[str, Any]:
     """What normal numbers become, by the reference; where sizes contradict each other what is drawn is no call."""
-
-    def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
-        shape = case.sizes["rows"], case.sizes["features"]
-        if _sizes(of, *shape) != dict(case.sizes) or not shape[1] or (of.block and shape[1] % of.block):
-            return {} if of.block else {"scale": torch.ones(shape[0], 1, device=device)}  # no call, or an empty one
-        numbers = drawn(TensorSchema("input"), shape, torch.float32, device, {}, generator)
-        made = _static_example(case, dtype, device, generator)
-        given = {"per": "row"} if of in SCALED else made
-        quantized, scale = QUANTIZE[of.name].reference(numbers, **given)
-        return {"quantized": quantized, "scale": scale, **made}
-
-    return examples
+    shape = case.sizes["rows"], case.sizes["features"]
+    if _sizes(of, *shape) != dict(case.sizes) or not shape[1] or (of.block and shape[1] % of.block):
+        return {} if of.block else {"scale": torch.ones(shape[0], 1, device=device)}  # no call, or an empty one
+    numbers = drawn(TensorSchema("input"), shape, torch.float32, device, {}, generator)
+    made = _static_example(case, dtype, device, generator)
+    given = {"per": "row"} if of in SCALED else made
+    quantized, scale = QUANTIZE[of.name].reference(numbers, **given)
+    return {"quantized": quantized, "scale": scale, **made}
 
 
 def _dequantize(of: Format) -> Operation:
@@ -340,7 +335,7 @@ def _dequantize(of: Format) -> Operation:
         fixed={"dtype": of.name},
         derive=functools.partial(_features, of.bits) if of.is_packed else _granularity,
         derived_from={"features": ("packed_features",)} if of.is_packed else {"granularity": ()},
-        examples=_examples_back(of),
+        examples=functools.partial(_examples_back, of),
         check_values=_check_dequantize,
         work=_work,
         stock=None,

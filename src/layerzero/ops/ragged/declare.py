@@ -9,7 +9,8 @@ Where sequences begin lies on the device: nothing is read on the host, so a capt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,20 +111,16 @@ def ragged_case(heads: Heads, sequences: int, tokens: int, *, causal: bool) -> t
     return f"attention.{heads.kind}.prefill.ragged", case
 
 
-def sweep_of(operation: str) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
+def sweep_of(operation: str, device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
     """The sweep of one kind of head counts: as many tokens as prefill sweeps have, in few and in many sequences."""
-
-    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
-        extent = extent_of(device, narrow)
-        for heads in extent.heads:
-            for sequences in extent.batches:
-                for length in extent.lengths_of(sequences, rare=True):
-                    if sequences > 1 and sequences * length <= extent.max_tokens:
-                        name, case = ragged_case(heads, sequences, sequences * length, causal=heads.causal[0])
-                        if name == operation:
-                            yield case
-
-    return sweep
+    extent = extent_of(device, narrow)
+    for heads in extent.heads:
+        for sequences in extent.batches:
+            for length in extent.lengths_of(sequences, rare=True):
+                if sequences > 1 and sequences * length <= extent.max_tokens:
+                    name, case = ragged_case(heads, sequences, sequences * length, causal=heads.causal[0])
+                    if name == operation:
+                        yield case
 
 
 def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = "") -> Operation:
@@ -165,7 +162,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         work=_work,
         scratch=_scratch,
         parts=parts_of_keys,
-        sweep=sweep_of(name),
+        sweep=functools.partial(sweep_of, name),
         stock=stock,
     )
 

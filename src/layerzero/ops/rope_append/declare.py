@@ -10,6 +10,8 @@ back in float8 alone, and takes one number of the host as the scale of keys and 
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -200,19 +202,12 @@ def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
     }
 
 
-def _work(*tokens: str) -> Any:
+def _work(tokens: Sequence[str], facts: Mapping[str, Any]) -> Work:
     """What a rotation does; queries read and written, keys and values too, two rows of the table for each token."""
-
-    def work(facts: Mapping[str, Any]) -> Work:
-        count = 1
-        for name in tokens:
-            count *= facts[name]
-        heads, kv_heads = facts["heads"], facts["kv_heads"]
-        elements = (heads + kv_heads) * facts["head_dim"] + kv_heads * facts["value_dim"]
-        moved = 2.0 * count * elements * facts["dtype"].itemsize
-        return Work(6.0 * count * (heads + kv_heads) * facts["rotary_half"], moved + 4.0 * count * facts["rotary_dim"])
-
-    return work
+    count, heads, kv_heads = math.prod(facts[name] for name in tokens), facts["heads"], facts["kv_heads"]
+    elements = (heads + kv_heads) * facts["head_dim"] + kv_heads * facts["value_dim"]
+    moved = 2.0 * count * elements * facts["dtype"].itemsize
+    return Work(6.0 * count * (heads + kv_heads) * facts["rotary_half"], moved + 4.0 * count * facts["rotary_dim"])
 
 
 def _inputs(token: str, cache: str, *places: TensorSchema) -> tuple[TensorSchema | str, ...]:
@@ -258,7 +253,7 @@ ROPE_APPEND = operation(
     ),
     cases=CONTIGUOUS,
     examples=contiguous_examples,
-    work=_work("batch", "seq"),
+    work=functools.partial(_work, ("batch", "seq")),
     sweep=contiguous_sweep,
     **_COMMON,
 )
@@ -271,7 +266,7 @@ ROPE_APPEND_PAGED = operation(
     axes=(Axis("tokens", scales=True, live=True, apart=True), Axis("pages", live=True, works=False), *_HEADS),
     cases=PAGED,
     examples=paged_examples,
-    work=_work("tokens"),
+    work=functools.partial(_work, ("tokens",)),
     sweep=paged_sweep,
     **_COMMON,
 )

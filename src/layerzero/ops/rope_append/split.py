@@ -8,6 +8,7 @@ The cache says how many heads of which width keys and values have; what is left 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -69,20 +70,16 @@ def split_append_reference(
     return query
 
 
-def _lengths(result: str) -> Callable[[Mapping[str, Any]], Tensor]:
+def _lengths(result: str, arguments: Mapping[str, Any]) -> Tensor:
     """How long the pair of each entry is, of what was rotated: a kernel may round before it rotates."""
-
-    def lengths(arguments: Mapping[str, Any]) -> Tensor:
-        given = {
-            name: value.clone() if name in ("key_cache", "value_cache") else value
-            for name, value in arguments.items()
-            if value is not None
-        }
-        query = split_append_reference(**given)
-        of = query if result == "query" else given["key_cache"]
-        return normed.lengths_of_pairs(of, arguments["cos"].shape[-1], interleaved=arguments.get("interleaved", False))
-
-    return lengths
+    given = {
+        name: value.clone() if name in ("key_cache", "value_cache") else value
+        for name, value in arguments.items()
+        if value is not None
+    }
+    query = split_append_reference(**given)
+    of = query if result == "query" else given["key_cache"]
+    return normed.lengths_of_pairs(of, arguments["cos"].shape[-1], interleaved=arguments.get("interleaved", False))
 
 
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
@@ -94,16 +91,12 @@ def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
     }
 
 
-def _work(*tokens: str) -> Callable[[Mapping[str, Any]], Work]:
+def _work(tokens: Sequence[str], facts: Mapping[str, Any]) -> Work:
     """The product read and its parts written; six operations a rotated pair, four an element that is normalised."""
-
-    def work(facts: Mapping[str, Any]) -> Work:
-        count, turned = math.prod(facts[name] for name in tokens), facts["heads"] + facts["kv_heads"]
-        norm = 0.0 if facts["q_weight"] == "none" else 4.0 * facts["head_dim"]
-        moved = 2.0 * count * facts["features"] * facts["dtype"].itemsize + 4.0 * count * facts["rotary_dim"]
-        return Work(count * turned * (6.0 * facts["rotary_half"] + norm), moved)
-
-    return work
+    count, turned = math.prod(facts[name] for name in tokens), facts["heads"] + facts["kv_heads"]
+    norm = 0.0 if facts["q_weight"] == "none" else 4.0 * facts["head_dim"]
+    moved = 2.0 * count * facts["features"] * facts["dtype"].itemsize + 4.0 * count * facts["rotary_dim"]
+    return Work(count * turned * (6.0 * facts["rotary_half"] + norm), moved)
 
 
 def _joined(case: Case, *, norm: bool, **params: object) -> Case:
@@ -128,21 +121,17 @@ def _cases(of: Sequence[Case]) -> tuple[Case, ...]:
     )
 
 
-def _sweep(of: Callable[..., Any]) -> Callable[[str, Mapping[str, Sequence[int]]], Any]:
-    def sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Any:
-        return (_joined(each, norm=True) for each in of(device, narrow))
-
-    return sweep
+def _sweep(of: Callable[..., Any], device: str, narrow: Mapping[str, Sequence[int]]) -> Any:
+    return (_joined(each, norm=True) for each in of(device, narrow))
 
 
-def _examples(of: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
-        made = of(case, dtype, device, generator)
-        if not case.given:
-            return made
-        return made | normed.norm_examples(case, dtype, device, generator, case.sizes["head_dim"])
-
-    return examples
+def _examples(
+    of: Callable[..., dict[str, Tensor]], case: Case, dtype: torch.dtype, device: torch.device, generator: Random
+) -> dict[str, Tensor]:
+    made = of(case, dtype, device, generator)
+    if not case.given:
+        return made
+    return made | normed.norm_examples(case, dtype, device, generator, case.sizes["head_dim"])
 
 
 def _inputs(token: str, cache: str, *places: TensorSchema) -> tuple[TensorSchema | str, ...]:
@@ -170,7 +159,7 @@ _COMMON: dict[str, Any] = {
     "tolerance_reason": normed.TOLERANCE_REASON,
     "judge": {
         **{
-            each: Elementwise(normed.TOLERANCE, normed.TOLERANCE_REASON, _lengths(each))
+            each: Elementwise(normed.TOLERANCE, normed.TOLERANCE_REASON, functools.partial(_lengths, each))
             for each in ("query", "key_cache")
         },
         "value_cache": EXACT,
@@ -200,9 +189,9 @@ SPLIT_APPEND = operation(
         *_AXES,
     ),
     cases=_cases(declare.CONTIGUOUS),
-    examples=_examples(declare.contiguous_examples),
-    work=_work("batch", "seq"),
-    sweep=_sweep(declare.contiguous_sweep),
+    examples=functools.partial(_examples, declare.contiguous_examples),
+    work=functools.partial(_work, ("batch", "seq")),
+    sweep=functools.partial(_sweep, declare.contiguous_sweep),
     **_COMMON,
 )
 SPLIT_APPEND_PAGED = operation(
@@ -212,9 +201,9 @@ SPLIT_APPEND_PAGED = operation(
     outputs=("query: tokens heads head_dim",),
     axes=(Axis("tokens", scales=True, live=True, apart=True), Axis("pages", live=True, works=False), *_AXES),
     cases=_cases(declare.PAGED),
-    examples=_examples(declare.paged_examples),
-    work=_work("tokens"),
-    sweep=_sweep(declare.paged_sweep),
+    examples=functools.partial(_examples, declare.paged_examples),
+    work=functools.partial(_work, ("tokens",)),
+    sweep=functools.partial(_sweep, declare.paged_sweep),
     **_COMMON,
 )
 OPERATIONS = (SPLIT_APPEND, SPLIT_APPEND_PAGED)

@@ -13,6 +13,7 @@ Each of the first six draws from logits; with ``.probs`` after its name, from pr
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -52,40 +53,34 @@ def cases(small: Mapping[str, object], usual: Mapping[str, object]) -> tuple[Cas
     )
 
 
-def sweep(params: Mapping[str, object]) -> Sweep:
+def sweep(params: Mapping[str, object], device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
     """Every size of a kind of device; of the wanted sizes."""
-
-    def sizes(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
-        kind = device if device in _ROWS else "cpu"
-        if not narrow.keys() <= {"rows", "vocab"}:
-            return
-        for vocab in narrow.get("vocab", _VOCAB):
-            for rows in narrow.get("rows", _ROWS[kind]):
-                if narrow or rows * vocab <= _MAX_ELEMENTS[kind]:
-                    yield Case(f"{rows}x{vocab}", {"rows": rows, "vocab": vocab}, params)
-
-    return sizes
+    kind = device if device in _ROWS else "cpu"
+    if not narrow.keys() <= {"rows", "vocab"}:
+        return
+    for vocab in narrow.get("vocab", _VOCAB):
+        for rows in narrow.get("rows", _ROWS[kind]):
+            if narrow or rows * vocab <= _MAX_ELEMENTS[kind]:
+                yield Case(f"{rows}x{vocab}", {"rows": rows, "vocab": vocab}, params)
 
 
-def examples(name: str, usual: Mapping[str, object]) -> Examples:
+def examples(
+    name: str, usual: Mapping[str, object], case: Case, dtype: torch.dtype, device: torch.device, generator: Random
+) -> dict[str, Any]:
     """Logits with a spread of 3, as those of models about have, or their probabilities; with usual numbers.
 
     A draw needs its top_k, top_p or min_p: a call described by the shape of its logits alone has usual ones.
     """
-
-    def made(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
-        shape = (case.sizes["rows"], case.sizes["vocab"])
-        beside = {each: value for each, value in usual.items() if f"{each}_by_row" not in case.given}
-        if device.type == "meta":
-            return {name: torch.empty(shape, dtype=dtype, device=device), **beside}
-        where = device if generator is None else generator.device
-        logits = torch.randn(shape, generator=generator, device=where) * 3
-        values = logits if name == "logits" else logits.softmax(-1)
-        if "temperature_by_row" in case.given:
-            beside["temperature_by_row"] = (torch.rand(shape[:1], generator=generator, device=where) + 0.5).to(device)
-        return {name: values.to(device, dtype), **beside}
-
-    return made
+    shape = (case.sizes["rows"], case.sizes["vocab"])
+    beside = {each: value for each, value in usual.items() if f"{each}_by_row" not in case.given}
+    if device.type == "meta":
+        return {name: torch.empty(shape, dtype=dtype, device=device), **beside}
+    where = device if generator is None else generator.device
+    logits = torch.randn(shape, generator=generator, device=where) * 3
+    values = logits if name == "logits" else logits.softmax(-1)
+    if "temperature_by_row" in case.given:
+        beside["temperature_by_row"] = (torch.rand(shape[:1], generator=generator, device=where) + 0.5).to(device)
+    return {name: values.to(device, dtype), **beside}
 
 
 AXES = (Axis("rows", scales=True, live=True, apart=True, leading=True), Axis("vocab", scales=True))
@@ -248,9 +243,9 @@ def _from(
         ),
         kind=OpKind.SAMPLING,
         check_values=check_values,
-        examples=examples(source, usual),
+        examples=functools.partial(examples, source, usual),
         work=_work,
-        sweep=sweep(usual),
+        sweep=functools.partial(sweep, usual),
         stock=stock.stock(kind, logits=logits),
     )
 
@@ -298,7 +293,7 @@ GREEDY = operation(
     cases=cases({}, {}),
     judge=Exact("it compares numbers and computes none; the first of equals is the one"),
     work=lambda facts: Work(_work(facts).flops / 4, _work(facts).bytes),
-    sweep=sweep({}),
+    sweep=functools.partial(sweep, {}),
     stock=stock.greedy,
 )
 

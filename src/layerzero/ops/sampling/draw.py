@@ -5,6 +5,7 @@ Calls on logits before and after a draw have places that were said twice, not at
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,13 +44,10 @@ def _source(draw: Draw, dtype: torch.dtype, name: str) -> dict[str, Any]:
     return {name: draw.laid_out(values.to(dtype), expand=name == "logits")}  # one place so often adds up to anything
 
 
-def _shares(name: str) -> Callable[[Draw, tuple[int, ...]], dict[str, Any]]:
-    def shares(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
-        if draw.chance(0.3):
-            return {f"{name}_by_row": draw.laid_out(draw.uniform(rows, torch.float32) * 1.2)}
-        return {name: draw.of(_SHARES)}
-
-    return shares
+def _shares(name: str, draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
+    if draw.chance(0.3):
+        return {f"{name}_by_row": draw.laid_out(draw.uniform(rows, torch.float32) * 1.2)}
+    return {name: draw.of(_SHARES)}
 
 
 def _counts(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
@@ -94,7 +92,7 @@ def _drawn(name: str, *more: Callable[[Draw, tuple[int, ...]], dict[str, Any]]) 
 def _any_of_three(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
     """Often none, and then any of top-k, top-p and min-p."""
     found: dict[str, Any] = {}
-    for each in (_counts, _shares("top_p"), _shares("min_p")):
+    for each in (_counts, functools.partial(_shares, "top_p"), functools.partial(_shares, "min_p")):
         found |= each(draw, rows) if draw.chance(0.4) else {}
     if draw.chance(0.3):
         found["seed_by_row"] = draw.laid_out(draw.integers(rows, 2**40, torch.int64))
@@ -106,7 +104,7 @@ def drawing(kind: str, name: str) -> Callable[..., dict[str, Any]]:
     if kind == "categorical":
         return _drawn(name, _any_of_three)
     counts = (_counts,) if kind.startswith("topk") else ()
-    shares = (_shares("min_p" if kind == "minp" else "top_p"),) if kind.endswith("p") else ()
+    shares = (functools.partial(_shares, "min_p" if kind == "minp" else "top_p"),) if kind.endswith("p") else ()
     return _drawn(name, *counts, *shares)
 
 

@@ -8,6 +8,7 @@ sampling.logprobs           the logarithm of the probability of one place of eac
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,14 +52,10 @@ _SIZES = ((33, 32), (5, 1003), (8, 32000), (1, 128256))
 _NAMES = ("small", "odd", "llama2_batch", "llama3_decode")
 
 
-def _work(flops: float, read: float) -> Callable[[Mapping[str, Any]], Work]:
+def _work(flops: float, read: float, facts: Mapping[str, Any]) -> Work:
     """So many operations for each number, and so many times its bytes read and written."""
-
-    def work(facts: Mapping[str, Any]) -> Work:
-        elements = facts["rows"] * facts["vocab"]
-        return Work(flops * elements, read * elements * facts["dtype"].itemsize)
-
-    return work
+    elements = facts["rows"] * facts["vocab"]
+    return Work(flops * elements, read * elements * facts["dtype"].itemsize)
 
 
 def _penalties_reference(
@@ -101,7 +98,7 @@ def _penalties(name: str, summary: str, reference: Callable[..., Tensor], of: tu
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,
         examples=_examples,
-        work=_work(4.0, 2.0),
+        work=functools.partial(_work, 4.0, 2.0),
         stock=stock.penalties,
     )
 
@@ -156,7 +153,7 @@ BIAS = operation(
     ),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
-    work=_work(0.0, 2.0),
+    work=functools.partial(_work, 0.0, 2.0),
     stock=stock.bias,
 )
 
@@ -183,7 +180,7 @@ LOGPROBS = operation(
     tolerance=dict.fromkeys(TOLERANCE, Tolerance(1e-5, 3e-5)),
     tolerance_reason="logits are read as they are and summed in float32, whose steps at 50 are 4e-6",
     examples=_examples,
-    work=_work(4.0, 1.0),
+    work=functools.partial(_work, 4.0, 1.0),
     stock=stock.logprobs,
 )
 
@@ -258,7 +255,7 @@ def _route_penalties(arguments: dict[str, Any], default_layout: str | None) -> R
     refuse("apply_penalties", problems)
     operation = PENALTIES if by_ids else COUNTED
     given = {each: arguments[each] for each in operation.schema.arguments}
-    problems = operation.schema.validate(**given) or row_problems(operation)(given)
+    problems = operation.schema.validate(**given) or row_problems(operation, given)
     refuse("apply_penalties", problems)
     return Routed(operation, given, varies=_varying(operation))
 
@@ -267,22 +264,18 @@ def _varying(operation: Operation) -> tuple[str, ...]:
     return ("...", "vocab", *(axis.name for axis in operation.schema.axes if axis.live and not axis.leading))
 
 
-def row_problems(operation: Operation) -> Callable[[dict[str, Any]], list[str]]:
+def row_problems(operation: Operation, arguments: dict[str, Any]) -> list[str]:
     """What the schema does not ask: that every tensor has the rows of the logits, and that there are places."""
-
-    def problems(arguments: dict[str, Any]) -> list[str]:
-        shape = tuple(arguments["logits"].shape)
-        rows, found = shape[:-1], []
-        if shape[-1] == 0:
-            found.append(f"logits: wanted at least one place in the last axis, got {shape}")
-        for each in operation.schema.inputs[1:]:
-            value = arguments.get(each.name)
-            own = len(each.shape_vars) - 1
-            if value is not None and tuple(value.shape[: value.ndim - own]) != rows:
-                found.append(f"{each.label}: wanted the rows {rows} of logits, got shape {tuple(value.shape)}")
-        return found
-
-    return problems
+    shape = tuple(arguments["logits"].shape)
+    rows, found = shape[:-1], []
+    if shape[-1] == 0:
+        found.append(f"logits: wanted at least one place in the last axis, got {shape}")
+    for each in operation.schema.inputs[1:]:
+        value = arguments.get(each.name)
+        own = len(each.shape_vars) - 1
+        if value is not None and tuple(value.shape[: value.ndim - own]) != rows:
+            found.append(f"{each.label}: wanted the rows {rows} of logits, got shape {tuple(value.shape)}")
+    return found
 
 
 def _temperature_problems(arguments: dict[str, Any]) -> list[str]:
@@ -302,14 +295,19 @@ FUNCTIONS = (
         renamed={f"row_{each.name}": each.name for each in PENALTIES_BY},
     ),
     function(
-        "add_logit_bias", BIAS, varies=_varying(BIAS), fits=row_problems(BIAS), draw=draw.add_logit_bias, weight=1
+        "add_logit_bias",
+        BIAS,
+        varies=_varying(BIAS),
+        fits=functools.partial(row_problems, BIAS),
+        draw=draw.add_logit_bias,
+        weight=1,
     ),
     function(
         "chosen_logprobs",
         LOGPROBS,
         varies=_varying(LOGPROBS),
         values=_temperature_problems,
-        fits=row_problems(LOGPROBS),
+        fits=functools.partial(row_problems, LOGPROBS),
         signature=chosen_logprobs,
         draw=draw.chosen_logprobs,
         weight=1,

@@ -190,7 +190,7 @@ BITMASK = operation(
 
 
 def _problems(arguments: dict[str, Any]) -> list[str]:
-    problems = row_problems(BITMASK)(arguments)
+    problems = row_problems(BITMASK, arguments)
     vocab, words = arguments["logits"].shape[-1], arguments["bitmask"].shape[-1]
     if words * BITS < vocab:
         problems.append(f"bitmask: wanted {-(-vocab // BITS)} words of 32 places for {vocab}, got {words}")

@@ -6,6 +6,7 @@ keeps and the arguments that say so, and made for logits and for probabilities.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -216,26 +217,20 @@ _BY_KEPT = {
 """What draws by a few of the three; all else is one operation, which has a seed for each row as well."""
 
 
-def _route_any(name: str, place: int) -> Callable[..., Routed]:
+def _route_any(name: str, place: int, arguments: dict[str, Any], default_layout: str | None) -> Routed:
     """The route of ``lz.sample`` and of ``lz.sample_probs``, which are the numbers 0 and 1 of each pair."""
-
-    def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-        kept = [
-            each for each in _NUMBERS[:3] if (arguments[each] is not None or arguments[f"{each}_by_row"] is not None)
-        ]
-        pair = declare.FILTERED if arguments["seed_by_row"] is not None else _BY_KEPT.get(tuple(kept), declare.FILTERED)
-        operation = pair[place]
-        told = {
-            each: f"{each}: wanted a number or a tensor with one for each row, got both"
-            for each in (*_NUMBERS[:3], "seed")
-            if arguments[each] is not None and arguments[f"{each}_by_row"] is not None
-        }
-        if arguments["seed_by_row"] is not None and arguments["generator"] is not None:
-            told["seed"] = "seed: wanted a seed or a generator, got both"
-        refuse(name, list(told.values()))
-        return _route(name, operation)({each: arguments[each] for each in operation.schema.arguments}, default_layout)
-
-    return route
+    kept = [each for each in _NUMBERS[:3] if (arguments[each] is not None or arguments[f"{each}_by_row"] is not None)]
+    pair = declare.FILTERED if arguments["seed_by_row"] is not None else _BY_KEPT.get(tuple(kept), declare.FILTERED)
+    operation = pair[place]
+    told = {
+        each: f"{each}: wanted a number or a tensor with one for each row, got both"
+        for each in (*_NUMBERS[:3], "seed")
+        if arguments[each] is not None and arguments[f"{each}_by_row"] is not None
+    }
+    if arguments["seed_by_row"] is not None and arguments["generator"] is not None:
+        told["seed"] = "seed: wanted a seed or a generator, got both"
+    refuse(name, list(told.values()))
+    return _route(name, operation)({each: arguments[each] for each in operation.schema.arguments}, default_layout)
 
 
 def _route(name: str, operation: Operation) -> Callable[..., Routed]:
@@ -312,7 +307,7 @@ def _pair(kind: str, operations: list[Operation]) -> list[Function]:
         if kind == "categorical":
             place = ("logits", "probs").index(source)
             own = (operation, *(pair[place] for pair in (*list(_BY_KEPT.values())[1:], declare.FILTERED)))
-            route = _route_any(name, place)
+            route = functools.partial(_route_any, name, place)
         renamed = {old: new for old, new in _RENAMED[kind].items() if source == "logits" or new != "temperature"}
         found.append(Function(name, signature, route, own, draw=drawing, weight=1, renamed=renamed))
     return found

@@ -13,6 +13,7 @@ Source: the libraries tokenizers, tiktoken and sentencepiece, each for the files
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import shutil
@@ -149,22 +150,19 @@ def power(number: int) -> int:
     return 1 << number.bit_length()
 
 
-def _derived(sizes: Callable[[Any], int]) -> Callable[[Mapping[str, Any], Mapping[str, int]], Mapping[str, object]]:
-    def derive(arguments: Mapping[str, Any], _: Mapping[str, int]) -> Mapping[str, object]:
-        tokenizer: Tokenizer = arguments["tokenizer"]
-        items = arguments["items"] if arguments["batched"] else [arguments["items"]]
-        parts = {name: getattr(tokenizer.identity, name) for name in PARTS}
-        size = power(sum(map(sizes, items)))
-        count = power(len(items)) if arguments["batched"] else 1
-        return parts | {
-            "tokenizer_hash": tokenizer.tokenizer_hash,
-            "tokenizer_id": tokenizer.name,
-            "corpus": EDITION,
-            "characters": size,
-            "batch": count,
-        }
-
-    return derive
+def _derived(sizes: Callable[[Any], int], arguments: Mapping[str, Any], _: Mapping[str, int]) -> Mapping[str, object]:
+    tokenizer: Tokenizer = arguments["tokenizer"]
+    items = arguments["items"] if arguments["batched"] else [arguments["items"]]
+    parts = {name: getattr(tokenizer.identity, name) for name in PARTS}
+    size = power(sum(map(sizes, items)))
+    count = power(len(items)) if arguments["batched"] else 1
+    return parts | {
+        "tokenizer_hash": tokenizer.tokenizer_hash,
+        "tokenizer_id": tokenizer.name,
+        "corpus": EDITION,
+        "characters": size,
+        "batch": count,
+    }
 
 
 def _schema(name: str, *params: Param) -> OperationSchema:
@@ -194,11 +192,8 @@ def _cases(units: str, step: int) -> tuple[Case, ...]:
     return (*alone, *several)
 
 
-def _sweep(cases: Sequence[Case]) -> Callable[[str, Mapping[str, Sequence[int]]], Iterator[Case]]:
-    def sweep(platform: str, _: Mapping[str, Sequence[int]]) -> Iterator[Case]:
-        yield from cases if platform == "cpu" else ()
-
-    return sweep
+def _sweep(cases: Sequence[Case], platform: str, _: Mapping[str, Sequence[int]]) -> Iterator[Case]:
+    yield from cases if platform == "cpu" else ()
 
 
 def _portable(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -244,13 +239,13 @@ def _operation(
         cases=cases,
         kind=OpKind.TOKENIZATION,
         has_fallback=False,
-        derive=_derived(len),
+        derive=functools.partial(_derived, len),
         check_values=check,
         derived=(*PARTS, "tokenizer_hash", "tokenizer_id", "corpus", "characters", "batch"),
         derived_from=dict.fromkeys((*PARTS, "tokenizer_hash", "tokenizer_id", "corpus"), ())
         | {"characters": (), "batch": ()},
         class_facts=("tokenizer_hash", flag, "corpus"),
-        sweep=_sweep(cases),
+        sweep=functools.partial(_sweep, cases),
         plain=plain,
     )
 

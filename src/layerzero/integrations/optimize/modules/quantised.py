@@ -62,14 +62,13 @@ def _named(*names: str) -> Read:
     return read
 
 
-def _gptq(version: int) -> Make:
-    def make(module: Module, words: Tensor, zeros: Tensor, scales: Tensor, index: Tensor | None) -> QuantizedWeight:
-        columns = _columns(module, index)
-        group = _group("in_features", columns, scales.shape[0])
-        bits = words.shape[0] * 32 // columns
-        return QuantizedWeight.from_gptq(words, zeros, scales, index, bits=bits, group_size=group, version=version)
-
-    return make
+def _gptq(
+    version: int, module: Module, words: Tensor, zeros: Tensor, scales: Tensor, index: Tensor | None
+) -> QuantizedWeight:
+    columns = _columns(module, index)
+    group = _group("in_features", columns, scales.shape[0])
+    bits = words.shape[0] * 32 // columns
+    return QuantizedWeight.from_gptq(words, zeros, scales, index, bits=bits, group_size=group, version=version)
 
 
 def _awq(module: Module, words: Tensor, zeros: Tensor, scales: Tensor, index: Tensor | None) -> QuantizedWeight:
@@ -202,8 +201,8 @@ def _of_float8(data: Tensor, scale: Tensor, static: Tensor | None = None) -> boo
 
 
 KINDS = (
-    Kind(_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], _gptq(2)),
-    Kind(_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], _gptq(1)),
+    Kind(_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], functools.partial(_gptq, 2)),
+    Kind(_GPTQ, 3, lambda words, _, scales, *__: words.shape[1:] == scales.shape[1:], functools.partial(_gptq, 1)),
     Kind(_GPTQ, 3, lambda words, _, scales, *__: (words.shape[1] * 8,) == scales.shape[1:], _awq),
     Kind(_named("B", "s"), 2, lambda words, scales: words.shape[1] == 2 * scales.shape[1], _marlin),
     Kind(
