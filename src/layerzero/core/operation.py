@@ -23,19 +23,7 @@ from layerzero.core.reasons import Reason
 from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
 
-__all__ = [
-    "GENERAL_FACTS",
-    "Case",
-    "Function",
-    "OpKind",
-    "Operation",
-    "Part",
-    "Random",
-    "Route",
-    "Routed",
-    "Tolerance",
-    "Work",
-]
+__all__ = ["GENERAL_FACTS", "Case", "Function", "OpKind", "Operation", "Part", "Route", "Routed", "Tolerance", "Work"]
 
 Random = torch.Generator | None
 """Where the numbers of examples come from; torch's own generator where None."""

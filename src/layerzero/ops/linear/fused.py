@@ -176,7 +176,7 @@ def _operation(name: str, summary: str, *, gated: bool = False, joined: bool = F
         judge=Elementwise(TOLERANCE, TOLERANCE_REASON, _summed),
         aliases=ALIASES,
         examples=examples,
-        work=functools.partial(_work, products=2 if gated or joined else 1),
+        work=functools.partial(_work, 2 if gated or joined else 1),
         sweep=functools.partial(mlp_sweep, joined=joined),
         stock=stock.mlp,
     )
