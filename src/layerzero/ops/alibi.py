@@ -129,10 +129,8 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "q_len": draw.of((1, 2, 7, 16, 33)),
         "kv_len": draw.of((1, 3, 8, 17, 64)),
     }
-    if draw.chance(0.4):
-        arguments["causal"] = True
-    if draw.chance(0.2):
-        arguments["out_dtype"] = torch.promote_types(dtype, torch.float32)
+    arguments |= draw.maybe(0.4, causal=lambda: True)
+    arguments |= draw.maybe(0.2, out_dtype=lambda: torch.promote_types(dtype, torch.float32))
     return draw.poison(arguments, ("slopes",))
 
 

@@ -328,16 +328,11 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "shared_blocks": shared,
         "layout": layout,
     }
-    if draw.chance(0.15):
-        arguments["scale"] = draw.of((0.25, 3.0)) * dim**-0.5
-    if draw.chance(0.1):
-        arguments["window"] = (draw.of((0, 1, 4, 40)), 0)
-    if draw.chance(0.1):
-        arguments["softcap"] = draw.of((0.5, 5.0, 30.0))
-    if draw.chance(0.2):
-        arguments["return_lse"] = True
-    if draw.chance(0.4):
-        arguments["step"] = StepMetadata(table, lens, capturable=draw.chance(0.5))
+    arguments |= draw.maybe(0.15, scale=lambda: draw.of((0.25, 3.0)) * dim**-0.5)
+    arguments |= draw.maybe(0.1, window=lambda: (draw.of((0, 1, 4, 40)), 0))
+    arguments |= draw.maybe(0.1, softcap=lambda: draw.of((0.5, 5.0, 30.0)))
+    arguments |= draw.maybe(0.2, return_lse=lambda: True)
+    arguments |= draw.maybe(0.4, step=lambda: StepMetadata(table, lens, capturable=draw.chance(0.5)))
     return arguments
 
 

@@ -311,11 +311,9 @@ def _draw(axes: int, draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     }
     if arguments["padding"] != "same" and draw.chance(0.5):
         arguments["stride"] = draw.of((2, 3, tuple(range(1, axes + 1))))
-    if draw.chance(0.6):
-        arguments["bias"] = draw.laid_out(draw.normal((outputs,), dtype))
+    arguments |= draw.maybe(0.6, bias=lambda: draw.laid_out(draw.normal((outputs,), dtype)))
     draw.poison(arguments, ("input",))
-    if draw.chance(0.4):
-        arguments["packed"] = PackedWeight(arguments["weight"])
+    arguments |= draw.maybe(0.4, packed=lambda: PackedWeight(arguments["weight"]))
     return arguments
 
 

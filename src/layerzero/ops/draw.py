@@ -35,6 +35,10 @@ class Draw:
         """Whether something happens."""
         return self.stream.random() < probability
 
+    def maybe(self, probability: float, **made: Callable[[], Any]) -> dict[str, Any]:
+        """Arguments that a call brings with this probability, or none."""
+        return {name: make() for name, make in made.items()} if self.chance(probability) else {}
+
     def normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Unit normal numbers."""
         return torch.randn(tuple(shape), generator=self.data).to(self.device, dtype)

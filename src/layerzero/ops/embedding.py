@@ -208,10 +208,8 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         most = 3 * vocab
     ids = draw.integers(shape, most, draw.of((torch.int64, torch.int32), (3, 1)))
     arguments["ids"] = draw.laid_out(ids, expand=False)
-    if draw.chance(0.3):
-        arguments["scale"] = draw.of((2.5, 0.125, 33.9411255))
-    if draw.chance(0.3):
-        arguments["padding_idx"] = draw.of((0, most))
+    arguments |= draw.maybe(0.3, scale=lambda: draw.of((2.5, 0.125, 33.9411255)))
+    arguments |= draw.maybe(0.3, padding_idx=lambda: draw.of((0, most)))
     return draw.poison(arguments, ("weight",))
 
 

@@ -188,8 +188,7 @@ def _stack(draw: Draw, dtype: torch.dtype, groups: int, inputs: int) -> dict[str
     outputs = draw.of(FEATURES)
     made = draw.normal((groups, outputs, inputs), torch.float32).mul_(deviation(inputs)).to(dtype)
     arguments = {"weight": draw.laid_out(made, expand=False)}
-    if draw.chance(0.4):
-        arguments["bias"] = draw.laid_out(draw.normal((groups, outputs), dtype))
+    arguments |= draw.maybe(0.4, bias=lambda: draw.laid_out(draw.normal((groups, outputs), dtype)))
     return arguments
 
 

@@ -257,8 +257,7 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "context_lens": lens,
         "scale": draw.of((1.0, 0.5, 1.7)) * (latent + rope) ** -0.5,
     }
-    if draw.chance(0.3):
-        arguments["return_lse"] = True
+    arguments |= draw.maybe(0.3, return_lse=lambda: True)
     if bound is not None:
         arguments["max_context_len"] = bound
     if draw.chance(0.5):

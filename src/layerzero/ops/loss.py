@@ -27,7 +27,7 @@ from layerzero.core.values import Check
 from layerzero.ops.declaration import NDIM, cases, function, operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear.declare import OUT_DTYPE, deviation
-from layerzero.ops.linear.route import out_dtype_problems
+from layerzero.ops.linear.route import as_default, out_dtype_problems
 
 REDUCTIONS = ("mean", "sum", "none")
 IGNORED = -100
@@ -343,10 +343,8 @@ def _draw(draw: Draw, dtype: torch.dtype, *, linear: bool) -> dict[str, Any]:
             "hidden": draw.laid_out(draw.normal((*shape, features), dtype)),
             "weight": draw.laid_out(weight, expand=False),
         }
-        if draw.chance(0.3):
-            arguments["bias"] = draw.laid_out(draw.normal((vocab,), dtype))
-        if draw.chance(0.2):
-            arguments["out_dtype"] = wide(dtype)
+        arguments |= draw.maybe(0.3, bias=lambda: draw.laid_out(draw.normal((vocab,), dtype)))
+        arguments |= draw.maybe(0.2, out_dtype=lambda: wide(dtype))
     else:
         arguments = {"logits": draw.laid_out(draw.normal((*shape, vocab), dtype) * draw.of((1, 4)))}
     target = draw.integers(shape, vocab - 1, draw.of((torch.int64, torch.int32), (3, 1)))
@@ -363,8 +361,7 @@ def _draw(draw: Draw, dtype: torch.dtype, *, linear: bool) -> dict[str, Any]:
     for name, values in (("label_smoothing", (0.1, 0.5)), ("softcap", (5.0, 30.0)), ("z_loss", (0.01,))):
         if draw.chance(0.25):
             arguments[name] = draw.of(values)
-    if draw.chance(0.6):
-        arguments["reduction"] = draw.of(REDUCTIONS)
+    arguments |= draw.maybe(0.6, reduction=lambda: draw.of(REDUCTIONS))
     return arguments
 
 
@@ -373,16 +370,10 @@ def _function(name: str, reduced: Operation, by_row: Operation, *, linear: bool)
         *(name, reduced, by_row),
         choose=functools.partial(_choose, name, reduced, by_row),
         fits=_problems,
-        canonical=as_default_loss if linear else None,
+        canonical=functools.partial(as_default, name="hidden") if linear else None,
         draw=functools.partial(_draw, linear=linear),
         weight=1,
     )
-
-
-def as_default_loss(arguments: dict[str, Any]) -> None:
-    """The dtype of the loss that is the default, spelled out."""
-    if arguments["out_dtype"] == arguments["hidden"].dtype:
-        arguments["out_dtype"] = None
 
 
 FUNCTIONS = (

@@ -49,14 +49,10 @@ def draw_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     if draw.chance(0.15):
         unit = head_dim**-0.5  # scores far from unit normal amplify the rounding of float32 beyond any tolerance
         arguments["scale"] = draw.of((unit, 0.25 * unit, 3.0 * unit, -unit, 0.0, 0, 1 if head_dim < 9 else 0.1))
-    if draw.chance(0.08):
-        arguments["softcap"] = draw.of((0.5, 5.0, 30.0, 1e-3, 1e6))
-    if draw.chance(0.1):
-        arguments["sinks"] = draw.laid_out(draw.normal((heads,), draw.of((dtype, torch.float32))))
-    if draw.chance(0.15):
-        arguments["return_lse"] = True
-    if draw.chance(0.05):
-        arguments["dropout_p"] = 0.0
+    arguments |= draw.maybe(0.08, softcap=lambda: draw.of((0.5, 5.0, 30.0, 1e-3, 1e6)))
+    arguments |= draw.maybe(0.1, sinks=lambda: draw.laid_out(draw.normal((heads,), draw.of((dtype, torch.float32)))))
+    arguments |= draw.maybe(0.15, return_lse=lambda: True)
+    arguments |= draw.maybe(0.05, dropout_p=lambda: 0.0)
     # A NaN reaches every result that sees it; whether a hidden one does is not defined.
     if seq_q <= seq_k and not arguments.keys() & {"attn_mask", "window", "kv_lens"}:
         draw.poison(arguments, ("query",) if arguments.get("causal", True) else ("query", "key", "value"))
@@ -90,8 +86,7 @@ def _masks(draw: Draw, dtype: torch.dtype, target: tuple[int, int, int, int]) ->
         arguments |= {"attn_mask": draw.laid_out(_mask(draw, dtype, target)), "causal": False}
     elif draw.chance(0.7):
         arguments["causal"] = draw.chance(0.5)
-    if draw.chance(0.12):
-        arguments["window"] = (draw.of((-1, 0, 1, 4, seq_k)), draw.of((-1, 0, 1, 4)))
+    arguments |= draw.maybe(0.12, window=lambda: (draw.of((-1, 0, 1, 4, seq_k)), draw.of((-1, 0, 1, 4))))
     if draw.chance(0.1):
         slopes = (heads,) if draw.chance(0.6) else (batch, heads)
         arguments["alibi_slopes"] = draw.laid_out(draw.uniform(slopes, draw.of((dtype, torch.float32))) / 2)

@@ -81,13 +81,10 @@ def draw_formatted(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
             arguments[name] = draw.laid_out(given, expand=False)
     if f"{scheme_of(of).operation}.int8" in FORMATTED and draw.chance(0.3):
         arguments["activations"] = "int8"
-    if draw.chance(0.4):
-        arguments["bias"] = draw.laid_out(draw.normal((outputs,), dtype))
+    arguments |= draw.maybe(0.4, bias=lambda: draw.laid_out(draw.normal((outputs,), dtype)))
     draw.poison(arguments, ("input",))
-    if draw.chance(0.1):
-        arguments["out_dtype"] = torch.promote_types(dtype, torch.float32)
-    if draw.chance(0.3):
-        arguments["packed"] = packed_of(arguments)
+    arguments |= draw.maybe(0.1, out_dtype=lambda: torch.promote_types(dtype, torch.float32))
+    arguments |= draw.maybe(0.3, packed=lambda: packed_of(arguments))
     return arguments
 
 
@@ -334,13 +331,10 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "weight_scale": draw.laid_out(scale),
         "activations": activations,
     }
-    if draw.chance(0.5):
-        arguments["bias"] = draw.laid_out(draw.normal((outputs,), dtype))
+    arguments |= draw.maybe(0.5, bias=lambda: draw.laid_out(draw.normal((outputs,), dtype)))
     draw.poison(arguments, ("input",))
-    if draw.chance(0.1):
-        arguments["out_dtype"] = torch.promote_types(dtype, torch.float32)
-    if draw.chance(0.4):
-        arguments["packed"] = PackedWeight(arguments["weight"], dense=draw.chance(0.5))
+    arguments |= draw.maybe(0.1, out_dtype=lambda: torch.promote_types(dtype, torch.float32))
+    arguments |= draw.maybe(0.4, packed=lambda: PackedWeight(arguments["weight"], dense=draw.chance(0.5)))
     return arguments
 
 

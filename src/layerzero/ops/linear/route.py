@@ -40,15 +40,11 @@ def random_linear(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "input": draw.laid_out(draw.normal((*leading(draw), inputs), dtype)),
         "weight": draw.laid_out(random_weight(draw, (outputs, inputs), dtype)),
     }
-    if draw.chance(0.6):
-        arguments["bias"] = draw.laid_out(draw.normal((outputs,), dtype))
+    arguments |= draw.maybe(0.6, bias=lambda: draw.laid_out(draw.normal((outputs,), dtype)))
     draw.poison(arguments, ("input",))
-    if draw.chance(0.25):
-        arguments["activation"] = draw.of(tuple(FORMULAS))
-    if draw.chance(0.1):
-        arguments["out_dtype"] = torch.promote_types(dtype, torch.float32)
-    if draw.chance(0.4):
-        arguments["packed"] = PackedWeight(arguments["weight"])
+    arguments |= draw.maybe(0.25, activation=lambda: draw.of(tuple(FORMULAS)))
+    arguments |= draw.maybe(0.1, out_dtype=lambda: torch.promote_types(dtype, torch.float32))
+    arguments |= draw.maybe(0.4, packed=lambda: PackedWeight(arguments["weight"]))
     return arguments
 
 
@@ -71,8 +67,7 @@ def random_mlp(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         if packs:
             arguments[f"packed_{part}"] = PackedWeight(arguments[name])
     draw.poison(arguments, ("input",))
-    if draw.chance(0.6):
-        arguments["activation"] = draw.of(tuple(FORMULAS))
+    arguments |= draw.maybe(0.6, activation=lambda: draw.of(tuple(FORMULAS)))
     return arguments
 
 
@@ -81,9 +76,9 @@ def _problems(arguments: dict[str, Any]) -> list[str]:
     return activation_problems(arguments["activation"]) + of_packed + out_dtype_problems(arguments)
 
 
-def as_default(arguments: dict[str, Any]) -> None:
+def as_default(arguments: dict[str, Any], name: str = "input") -> None:
     """The dtype of the result that is the default, spelled out: kernels without that argument stay legal."""
-    if arguments["out_dtype"] == arguments["input"].dtype:
+    if arguments["out_dtype"] == arguments[name].dtype:
         arguments["out_dtype"] = None
 
 

@@ -317,12 +317,9 @@ def draw_route(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         arguments |= {"expert_groups": groups, "top_groups": top}
     room = top * each if "top_groups" in arguments else experts
     arguments["top_k"] = draw.stream.randint(1, min(room, 10))
-    if draw.chance(0.5):
-        arguments["scoring"] = draw.of(SCORINGS)
-    if draw.chance(0.4):
-        arguments["renormalize"] = draw.chance(0.3)
-    if draw.chance(0.3):
-        arguments["scale"] = draw.of((2.5, 1.0, 0.5, 3))
+    arguments |= draw.maybe(0.5, scoring=lambda: draw.of(SCORINGS))
+    arguments |= draw.maybe(0.4, renormalize=lambda: draw.chance(0.3))
+    arguments |= draw.maybe(0.3, scale=lambda: draw.of((2.5, 1.0, 0.5, 3)))
     if draw.chance(0.4):
         width = draw.of((0.1, 1.0))
         bias = draw.normal((experts,), draw.of((dtype, torch.float32))) * width

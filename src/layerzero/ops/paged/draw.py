@@ -195,11 +195,9 @@ def _several_tokens(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     }
     if decodes:
         arguments["decodes"] = decodes
-    if draw.chance(0.6):
-        arguments["max_seqlen_q"] = max(*lengths, 1, 1) + draw.of((0, 3), (4, 1))
+    arguments |= draw.maybe(0.6, max_seqlen_q=lambda: max(*lengths, 1, 1) + draw.of((0, 3), (4, 1)))
     heads = query.shape[-2]
-    if draw.chance(0.08):
-        arguments["sinks"] = draw.laid_out(draw.normal((heads,), draw.of((dtype, torch.float32))))
+    arguments |= draw.maybe(0.08, sinks=lambda: draw.laid_out(draw.normal((heads,), draw.of((dtype, torch.float32)))))
     if draw.chance(0.12):
         slopes = (heads,) if draw.chance(0.6) else (len(lengths), heads)
         arguments["alibi_slopes"] = draw.laid_out(draw.uniform(slopes, draw.of((dtype, torch.float32))) / 2)
@@ -234,6 +232,5 @@ def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     arguments = (_several_tokens if draw.chance(0.5) else _one_token)(draw, dtype)
     if draw.chance(0.15) and not arguments.keys() & set(OF_FLOATS):
         arguments = quantize(draw, arguments)
-        if draw.chance(0.3):
-            arguments["narrow_query"] = True
+        arguments |= draw.maybe(0.3, narrow_query=lambda: True)
     return arguments

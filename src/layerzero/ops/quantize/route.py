@@ -59,8 +59,7 @@ def random_dequantize(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     back["quantized"] = draw.laid_out(quantized) if quantized.dtype in (torch.int8, torch.uint8) else quantized
     if "tensor_scale" in arguments:
         back["tensor_scale"] = arguments["tensor_scale"]
-    if draw.chance(0.7):
-        back["out_dtype"] = draw.of((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+    back |= draw.maybe(0.7, out_dtype=lambda: draw.of((torch.float32, torch.bfloat16, torch.float16, torch.float64)))
     return back
 
 

@@ -253,18 +253,15 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "cu_seqlens_k": starts_k,
     }
     arguments |= scores(draw, head_dim)
-    if draw.chance(0.7):
-        arguments["causal"] = draw.chance(0.6)
+    arguments |= draw.maybe(0.7, causal=lambda: draw.chance(0.6))
     if draw.chance(0.6):
         for name, lengths in (("max_seqlen_q", queries), ("max_seqlen_k", keys)):
             arguments[name] = max(*lengths, 1, 1) + draw.of((0, 3), (4, 1))
-    if draw.chance(0.1):
-        arguments["sinks"] = draw.laid_out(draw.normal((heads,), draw.of((dtype, torch.float32))))
+    arguments |= draw.maybe(0.1, sinks=lambda: draw.laid_out(draw.normal((heads,), draw.of((dtype, torch.float32)))))
     if draw.chance(0.1):
         slopes = (heads,) if draw.chance(0.6) else (sequences, heads)
         arguments["alibi_slopes"] = draw.laid_out(draw.uniform(slopes, draw.of((dtype, torch.float32))) / 2)
-    if draw.chance(0.3):
-        arguments["step"] = RaggedMetadata(starts_q, starts_k, capturable=draw.chance(0.5))
+    arguments |= draw.maybe(0.3, step=lambda: RaggedMetadata(starts_q, starts_k, capturable=draw.chance(0.5)))
     # A NaN reaches what sees it; of a query that sees no key nothing is defined.
     if "window" not in arguments and all(rows <= columns for rows, columns in zip(queries, keys, strict=True)):
         draw.poison(arguments, ("query",))
@@ -285,12 +282,9 @@ def scores(draw: Draw, head_dim: int) -> dict[str, Any]:
     if draw.chance(0.15):
         unit = head_dim**-0.5
         arguments["scale"] = draw.of((unit, 0.25 * unit, 3.0 * unit))
-    if draw.chance(0.12):
-        arguments["window"] = (draw.of((-1, 0, 1, 4, 40)), draw.of((-1, 0, 3)))
-    if draw.chance(0.08):
-        arguments["softcap"] = draw.of((0.5, 5.0, 30.0))
-    if draw.chance(0.15):
-        arguments["return_lse"] = True
+    arguments |= draw.maybe(0.12, window=lambda: (draw.of((-1, 0, 1, 4, 40)), draw.of((-1, 0, 3))))
+    arguments |= draw.maybe(0.08, softcap=lambda: draw.of((0.5, 5.0, 30.0)))
+    arguments |= draw.maybe(0.15, return_lse=lambda: True)
     return arguments
 
 

@@ -56,8 +56,7 @@ def _arguments(draw: Draw, dtype: torch.dtype, *, angles_alone: bool = False) ->
     positions = _positions(draw, rows, batch, seq)
     if positions is not None:
         arguments["positions"] = positions
-    if draw.chance(0.4):
-        arguments["interleaved"] = True
+    arguments |= draw.maybe(0.4, interleaved=lambda: True)
     layout = draw.of(("BSHD", "BHSD")) if batch else ""
     if layout == "BHSD":
         arguments |= {name: arguments[name].transpose(1, 2).contiguous() for name in ("query", "key")}
@@ -107,8 +106,7 @@ def norm_weights(draw: Draw, dtype: torch.dtype, width: int) -> dict[str, Any]:
     }
     if plus_one or draw.chance(0.2):
         arguments["plus_one"] = plus_one
-    if draw.chance(0.3):
-        arguments["eps"] = draw.of((1e-6, 1e-5, 1e-3, 0.5))
+    arguments |= draw.maybe(0.3, eps=lambda: draw.of((1e-6, 1e-5, 1e-3, 0.5)))
     return arguments
 
 

@@ -94,8 +94,7 @@ def random_call(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict
         "positions": draw.laid_out(positions, expand=False),
         "layout": layout,
     }
-    if draw.chance(0.4):
-        arguments["interleaved"] = True
+    arguments |= draw.maybe(0.4, interleaved=lambda: True)
     if paged and not joined and not transposed and draw.chance(0.25):
         return quantize(draw, arguments)
     return draw.poison(arguments, ("query", "key", "value"))

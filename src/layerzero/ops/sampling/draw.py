@@ -94,8 +94,7 @@ def _any_of_three(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in (_counts, functools.partial(_shares, "top_p"), functools.partial(_shares, "min_p")):
         found |= each(draw, rows) if draw.chance(0.4) else {}
-    if draw.chance(0.3):
-        found["seed_by_row"] = draw.laid_out(draw.integers(rows, 2**40, torch.int64))
+    found |= draw.maybe(0.3, seed_by_row=lambda: draw.laid_out(draw.integers(rows, 2**40, torch.int64)))
     return found
 
 
@@ -135,13 +134,11 @@ def apply_penalties(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     arguments: dict[str, Any] = {"logits": draw.laid_out(logits.to(dtype))}
     if draw.chance(0.6):
         arguments["output_ids"] = _places(draw, rows, vocab)
-        if draw.chance(0.6):
-            arguments["prompt_ids"] = _places(draw, rows, vocab)
+        arguments |= draw.maybe(0.6, prompt_ids=lambda: _places(draw, rows, vocab))
     else:
         counts = draw.integers(logits.shape, 6, draw.of((torch.int32, torch.int64))) - 3
         arguments["output_counts"] = draw.laid_out(counts.clamp(min=0))
-        if draw.chance(0.6):
-            arguments["prompt_mask"] = draw.laid_out(draw.uniform(logits.shape, torch.float32) < 0.3)
+        arguments |= draw.maybe(0.6, prompt_mask=lambda: draw.laid_out(draw.uniform(logits.shape, torch.float32) < 0.3))
     for name, numbers in _NUMBERS.items():
         form = draw.of(("none", "one", "rows"))
         if form == "one":

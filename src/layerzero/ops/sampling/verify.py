@@ -326,8 +326,7 @@ def _drawn(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     if tree:
         parents = tree_of(batch, drafted, draw.data, torch.device("cpu")).to(draw.device, kind)
         arguments["parents"] = draw.laid_out(parents, expand=False)
-    if draw.chance(0.4):
-        arguments["draft_lens"] = draw.laid_out(draw.integers((batch,), drafted, kind))
+    arguments |= draw.maybe(0.4, draft_lens=lambda: draw.laid_out(draw.integers((batch,), drafted, kind)))
     if draw.chance(0.3):
         return arguments | {"greedy": True}
     if draw.chance(0.6):

@@ -331,10 +331,8 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "block_rows": block_rows,
         "block_cols": block_cols,
     }
-    if draw.chance(0.15):
-        arguments["scale"] = draw.of((0.25, 3.0)) * dim**-0.5
-    if draw.chance(0.2):
-        arguments["return_lse"] = True
+    arguments |= draw.maybe(0.15, scale=lambda: draw.of((0.25, 3.0)) * dim**-0.5)
+    arguments |= draw.maybe(0.2, return_lse=lambda: True)
     if draw.chance(0.4):
         arguments["block_pattern"] = BlockPattern(arguments["block_indptr"], arguments["block_indices"])
     return arguments

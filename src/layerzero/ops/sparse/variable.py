@@ -197,10 +197,8 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "row_sizes": sizes[0],
         "col_sizes": sizes[1],
     }
-    if draw.chance(0.15):
-        arguments["scale"] = draw.of((0.25, 3.0)) * dim**-0.5
-    if draw.chance(0.2):
-        arguments["return_lse"] = True
+    arguments |= draw.maybe(0.15, scale=lambda: draw.of((0.25, 3.0)) * dim**-0.5)
+    arguments |= draw.maybe(0.2, return_lse=lambda: True)
     return arguments
 
 
