@@ -79,7 +79,7 @@ def looked_up(name, path):
 
 
 probe.installed_version = lambda name: looked_up(name, tuple(sys.path))
-IMPORTABLE = probe._importable
+IMPORTABLE = probe.importable
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def importable(name):
     return IMPORTABLE(name) if imported else looked_for(name, tuple(sys.path), importlib.util.find_spec)
 
 
-probe._importable = importable
+probe.importable = importable
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # 30 ms for each command line otherwise
 
 

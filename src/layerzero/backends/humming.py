@@ -21,13 +21,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Hashable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.grouped_weights import Locks, Product, as_powers, by_rows, bytes_of, grouped, second_factor
+from layerzero.backends.shape_cache import named_folder
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel, Trust
@@ -70,13 +70,8 @@ def _library() -> Any:
     return humming
 
 
-def _cache_folder() -> Path | None:
-    """Where it keeps what it compiled (humming/utils/jit.py)."""
-    named = os.environ.get("HUMMING_CACHE_DIR")
-    try:
-        return Path(named) if named else Path.home() / ".humming" / "cache"
-    except RuntimeError:  # a user without a home
-        return None
+_cache_folder = functools.partial(named_folder, "HUMMING_CACHE_DIR", ".humming", "cache")
+"""Where it keeps what it compiled (humming/utils/jit.py)."""
 
 
 def _build_key(facts: Facts) -> Hashable:

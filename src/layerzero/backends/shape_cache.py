@@ -164,10 +164,15 @@ def driver_cache() -> Path | None:
     minute of its background for it. The driver drops what is oldest beyond CUDA_CACHE_MAXSIZE (1 GB).
     Source: CUDA programming guide 13.0, environment variables.
     """
-    if os.environ.get("CUDA_CACHE_DISABLE") == "1":
-        return None
-    named = os.environ.get("CUDA_CACHE_PATH")
+    return (
+        None if os.environ.get("CUDA_CACHE_DISABLE") == "1" else named_folder("CUDA_CACHE_PATH", ".nv", "ComputeCache")
+    )
+
+
+def named_folder(variable: str, *below_home: str) -> Path | None:
+    """The folder that the environment names, else one of the user's; None for a user without a home."""
+    named = os.environ.get(variable)
     try:
-        return Path(named) if named else Path.home() / ".nv" / "ComputeCache"
-    except RuntimeError:  # a user without a home
+        return Path(named) if named else Path.home().joinpath(*below_home)
+    except RuntimeError:
         return None

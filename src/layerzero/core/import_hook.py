@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,14 @@ def is_imported(name: str) -> bool:
     """Whether a module is imported as a whole, and not just being imported."""
     module = sys.modules.get(name)
     return module is not None and not _is_loading(module)
+
+
+def importable(name: str) -> bool:
+    """Whether an import would find a module."""
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):  # not even the package that would hold it; a stand-in without a spec
+        return False
 
 
 def _is_loading(module: ModuleType) -> bool:

@@ -6,7 +6,6 @@ Environments of libraries: another interpreter, or a container, that a process o
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 from layerzero.core.device import Device
 from layerzero.core.errors import PolicyError
+from layerzero.core.import_hook import importable
 from layerzero.core.kernel import Backend, Release, within
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
@@ -133,7 +133,7 @@ class Machine:
             found = self._distribution_version(name)
             if found is not None:
                 return found
-        if self.libraries is None and backend.import_name and _importable(backend.import_name):
+        if self.libraries is None and backend.import_name and importable(backend.import_name):
             return ""  # importable, yet no distribution tells its version: fails a version range, as it should
         return None
 
@@ -181,13 +181,6 @@ def installed_version(name: str) -> str | None:
     head = (found.read_text("METADATA") or "").partition("\n\n")[0]
     told = _VERSION.search(head)
     return told[1] if told else found.version
-
-
-def _importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):  # not even the package that would hold it; a stand-in without a spec
-        return False
 
 
 def check_requirement(requirement: str) -> tuple[str, str]:

@@ -23,7 +23,6 @@ import dataclasses
 import fnmatch
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import re
 import sys
@@ -37,6 +36,7 @@ import torch
 
 from layerzero.backends.hub.adapters import ADAPTERS
 from layerzero.backends.hub.build import Build, RefusedBuildError, altered, sha256_of
+from layerzero.core.import_hook import importable
 from layerzero.core.kernel import within
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -296,17 +296,10 @@ def _name_is_free(repo: str, metadata: Any, path: Path) -> None:
     loaded = getattr(sys.modules.get(name), "__file__", None)
     if loaded == str(path / "__init__.py"):
         return
-    if name in sys.modules or name in sys.builtin_module_names or _importable(name):
+    if name in sys.modules or name in sys.builtin_module_names or importable(name):
         raise RefusedBuildError(fact, "a module that no package has", name)
     if any(each.startswith(f"{name}::") for each in torch._C._dispatch_get_all_op_names()):
         raise RefusedBuildError(fact, "a namespace of torch.ops that is free", name)
-
-
-def _importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def builds_in(

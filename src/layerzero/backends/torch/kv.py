@@ -35,7 +35,7 @@ from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.paged.pages import gathered
 from layerzero.ops.paged.quantized import DECODE, PREFILL, dequantized, quantized
 from layerzero.ops.rope_append.declare import write_rows
-from layerzero.ops.rope_append.packed_steps import Append, split_then_append
+from layerzero.ops.rope_append.packed_steps import Append, rotate_then_append, split_then_append
 
 
 def _load_gather(facts: Facts) -> Callable[..., Any]:
@@ -103,27 +103,14 @@ def appending(facts: Facts) -> Append:
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    rows, turn, append = rows_for(facts), turning(facts), appending(facts)
+    rows, turn = rows_for(facts), turning(facts)
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor | None = None,
-        *scales: Tensor,
-        interleaved: bool,
-    ) -> Tensor:
-        pair = rows(query, cos, sin, positions)
-        new = turn(key, *pair, interleaved)
-        append(new, value, key_cache, value_cache, positions if slot_mapping is None else slot_mapping, *scales)
-        return turn(query, *pair, interleaved)
+    def rotate(query: Tensor, key: Tensor, *of: Any) -> tuple[Tensor, Tensor]:
+        *places, interleaved = of
+        pair = rows(query, *places)
+        return turn(query, *pair, interleaved), turn(key, *pair, interleaved)
 
-    return run
+    return rotate_then_append(rotate, appending(facts), in_place=False)
 
 
 def _over_gathered(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) -> Callable[..., Any]:

@@ -219,11 +219,12 @@ def linear_parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
             "packed": None,
         }
         text = f"rows from {row}, outputs from {output}"
-        found.append(Part(text, {**arguments, **cut}, _place(of_rows, of_outputs)))
+        found.append(Part(text, {**arguments, **cut}, place(of_rows, of_outputs)))
     return found
 
 
-def _place(rows: slice, outputs: slice) -> Callable[[Tensor], Tensor]:
+def place(rows: slice, outputs: slice) -> Callable[[Tensor], Tensor]:
+    """What cuts these rows and outputs out of a product."""
     return lambda tensor: tensor[outputs] if tensor.ndim == 1 else tensor.flatten(0, -2)[rows, outputs]
 
 

@@ -15,7 +15,7 @@ flows back to the weight's tensors: their dtypes hold no gradient of any use.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -205,17 +205,13 @@ def _parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
         lone = facts["input_ndim"] == 1
         changed["input"] = arguments["input"] if lone else arguments["input"].flatten(0, -2)[of_rows]
         text = f"rows from {row}, outputs from {output}"
-        found.append(Part(text, {**arguments, **changed}, _place(of_rows, of_outputs)))
+        found.append(Part(text, {**arguments, **changed}, declare.place(of_rows, of_outputs)))
     return found
 
 
 def _sweep(text: str, device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
     """The products of a kind of device, with weights of one format."""
     return (replace(each, params={"weight_format": text}) for each in declare.sweep(device, narrow))
-
-
-def _place(rows: slice, outputs: slice) -> Callable[[Tensor], Tensor]:
-    return lambda result: result[outputs] if result.ndim == 1 else result.flatten(0, -2)[rows, outputs]
 
 
 def packed_of(arguments: Mapping[str, Any], _capturable: bool = False) -> PackedWeight:

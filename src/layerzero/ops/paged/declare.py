@@ -184,7 +184,8 @@ def sweep_of(operation: str, device: str, narrow: Mapping[str, Sequence[int]]) -
 def scratch(sizes: Mapping[str, int]) -> int:
     """The larger of the scores and of the keys for every head."""
     keys = sizes["max_blocks"] * sizes["page_size"]
-    return sizes["batch"] * sizes["heads"] * keys * max(sizes["seq_q"], sizes["head_dim"])
+    queries = sizes["seq_q"] if "seq_q" in sizes else sizes["tokens"]  # the longest sequence may have most of them
+    return sizes["batch"] * sizes["heads"] * keys * max(queries, sizes["head_dim"])
 
 
 def parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:

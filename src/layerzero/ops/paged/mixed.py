@@ -156,12 +156,6 @@ def _biases(case: Case, device: torch.device, generator: Random) -> dict[str, Te
     return made
 
 
-def _scratch(sizes: Mapping[str, int]) -> int:
-    """The larger of the scores and of the keys for every head; the longest sequence may have most of the queries."""
-    keys = sizes["max_blocks"] * sizes["page_size"]
-    return sizes["batch"] * sizes["heads"] * keys * max(sizes["tokens"], sizes["head_dim"])
-
-
 def _guard(function: str, layout: str | None) -> Callable[..., None]:
     """Checks of every call: caches without a record of another layout, and on a CPU that a tree mask is one."""
     caches = layout_record.guard(function, layout)
@@ -269,7 +263,7 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
         guard=_guard,
         number_guard=guard(("cu_seqlens_q", "query"), rows="block_tables"),
         examples=functools.partial(_examples, mixed),
-        scratch=_scratch,
+        scratch=paged.scratch,
         parts=parts_of_pages,
         sweep=sweep_of(name),
     )

@@ -86,8 +86,11 @@ Append = Callable[..., None]
 """Of key, value, both caches, the slots of a paged cache or the positions of a contiguous one, and any scales."""
 
 
-def rotate_then_append(rotate: Rotate, append: Append) -> Callable[..., Tensor]:
-    """What a kernel of kv.rope_append, kv.rope_append.paged and kv.rope_append.quantized calls."""
+def rotate_then_append(rotate: Rotate, append: Append, *, in_place: bool = True) -> Callable[..., Tensor]:
+    """What a kernel of kv.rope_append, kv.rope_append.paged and kv.rope_append.quantized calls.
+
+    ``in_place``: whether ``rotate`` writes into queries and keys, which get copies then.
+    """
     dense = torch.contiguous_format
 
     def run(
@@ -103,8 +106,9 @@ def rotate_then_append(rotate: Rotate, append: Append) -> Callable[..., Tensor]:
         *scales: Tensor,
         interleaved: bool = False,
     ) -> Tensor:
-        copies = query.clone(memory_format=dense), key.clone(memory_format=dense)
-        query, key = rotate(*copies, cos, sin, positions, interleaved)
+        if in_place:
+            query, key = query.clone(memory_format=dense), key.clone(memory_format=dense)
+        query, key = rotate(query, key, cos, sin, positions, interleaved)
         append(key, value, key_cache, value_cache, positions if slot_mapping is None else slot_mapping, *scales)
         return query
 

@@ -301,11 +301,7 @@ def prove_encode(load: Load, given: Mapping[str, Any]) -> list[str]:
         ("proof", *flags.values()), lambda: [oracle.encode(text, tokenizer=tokenizer, **flags) for text in texts]
     )
     one, many = load({**given, "batched": False}), load({**given, "batched": True})
-    problems = []
-    for text, ids in zip(texts, wanted, strict=True):
-        got = _tried(one, text)
-        if got != ids:
-            problems.append(f"{_told(text)}: wanted {_told(ids)}, got {_told(got)}")
+    problems = _unlike(one, texts, wanted)
     for start in range(0, len(texts), 997):
         got = _tried(many, texts[start : start + 997])
         if got != wanted[start : start + 997]:
@@ -330,14 +326,15 @@ def prove_decode(load: Load, given: Mapping[str, Any]) -> list[str]:
     rows += [[each] for each in known]
     wanted = [oracle.decode(row, tokenizer=tokenizer, **flags) for row in rows]
     one, many = load({**given, "batched": False}), load({**given, "batched": True})
-    problems = []
-    for row, text in zip(rows, wanted, strict=True):
-        got = _tried(one, row)
-        if got != text:
-            problems.append(f"{_told(row)}: wanted {_told(text)}, got {_told(got)}")
+    problems = _unlike(one, rows, wanted)
     if _tried(many, rows) != wanted:
         problems.append("as a batch: other texts than one by one")
     return _short(problems)
+
+
+def _unlike(run: Callable[..., Any], items: Sequence[Any], wanted: Sequence[Any]) -> list[str]:
+    found = [(item, result, _tried(run, item)) for item, result in zip(items, wanted, strict=True)]
+    return [f"{_told(item)}: wanted {_told(result)}, got {_told(got)}" for item, result, got in found if got != result]
 
 
 def _tried(run: Callable[..., Any], item: Any) -> Any:

@@ -156,27 +156,12 @@ class CudaClock:
 
     def device(self, run: Run) -> float:
         """Device time of one call with a cold L2 cache."""
-        start, end = _events()
-        for _ in range(self.FLUSHES):
-            self._flush.zero_()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1000.0
+        return _elapsed_us(run, 1, self._flush.zero_, self.FLUSHES)
 
     def burst(self, run: Run, about_us: float) -> float:
         """Time of a call among others back to back, launching included."""
         count = max(5, min(20, round(400.0 / max(about_us, 1.0))))
-        start, end = _events()
-        for _ in range(self.LEAD):
-            run()
-        start.record()
-        for _ in range(count):
-            run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1000.0 / count
+        return _elapsed_us(run, count, run, self.LEAD) / count
 
     def calmer(self) -> None:
         """A device without other users has no other."""
@@ -190,8 +175,17 @@ class CudaClock:
         return (time.perf_counter_ns() - started) / 1000.0
 
 
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _elapsed_us(run: Run, times: int, before: Run, leads: int) -> float:
+    """Time of so many runs between two events, behind what keeps the device busy until the first."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    for _ in range(leads):
+        before()
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1000.0
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
@@ -250,15 +244,7 @@ class Graphs:
 
     def elapsed_us(self, run: Run, times: int) -> float:
         """Time between two events, the first of them behind other runs."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        for _ in range(LEAD):
-            run()
-        start.record()
-        for _ in range(times):
-            run()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1000.0
+        return _elapsed_us(run, times, run, LEAD)
 
 
 @dataclass(frozen=True, slots=True)
