@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,8 @@ from layerzero.integrations.optimize import selection
 from layerzero.integrations.optimize.layers import layer
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.modules import norms
-from layerzero.integrations.optimize.swaps import candidate
-from layerzero.integrations.optimize.swaps.swap import SIZES, Way, size_of
+from layerzero.integrations.optimize.swaps import candidate, weights
+from layerzero.integrations.optimize.swaps.swap import FROM_MANY, SIZES, Way, size_of
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.timing import Sizes, timed
 
@@ -196,6 +197,19 @@ def test_a_way_that_loses_nothing_is_kept_where_own_code_loses():
     ratios = {Way.STOCK: 1.0, Way.OWN: 1.025, Way.PLAIN: 1.0}
     found = Sizes((ratios,) * 3, ({Way.STOCK: 0.0, Way.OWN: 0.01, Way.PLAIN: 0.03},) * 3, (9,) * 3, 1.0)
     assert found.best(among=(Way.OWN, Way.PLAIN)) == (Way.PLAIN,) * 3
+
+
+def test_a_prompt_begins_where_both_ways_take_as_long():
+    ratios = ({}, {Way.STOCK: 1.0, Way.PLAIN: 0.9, Way.PACKED: 1.7}, {Way.STOCK: 1.0, Way.PLAIN: 1.0, Way.PACKED: 0.8})
+    found, ways = Sizes(ratios, ratios, (9,) * 3, 1.0, (25.0, 35.0, 150.0)), (Way.PLAIN, Way.PLAIN, Way.PACKED)
+    many = found.many(ways)
+    assert many == 33  # 28 us are lost on 4 rows, 30 gained on 64
+    assert found.many((Way.PLAIN,) * 3) == replace(found, stock_s=()).many(ways) == FROM_MANY
+    state = weights.Packs([torch.empty(8, 8)], pack=True)
+    state.take(ways, many)
+    assert [state.forms_for(torch.empty(rows, 8)) == [None] for rows in (1, 4, many - 1, many, 64)] == [True] * 3 + [
+        False
+    ] * 2
 
 
 def test_no_round_begins_after_the_time(layer_clock):

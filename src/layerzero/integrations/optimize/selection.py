@@ -378,7 +378,7 @@ def _settled(
         )
         if isinstance(each, Paced):
             for one in group:
-                one.swap.state.take(each.ways)
+                one.swap.state.take(each.ways, each.sizes.many(each.ways))
         if not stays and isinstance(each, Paced) and not each.kept:
             report.take_out(group, f"{kind}: no gain on random rows, in units of its own time: {each.text}")
         if isinstance(each, Untimed) and each.late:

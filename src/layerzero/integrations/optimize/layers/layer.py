@@ -19,7 +19,16 @@ from layerzero.integrations.optimize.layers.inner import Inner, Table, table_for
 from layerzero.integrations.optimize.modules.norms import Normed
 from layerzero.integrations.optimize.modules.products import Block
 from layerzero.integrations.optimize.swaps.joined_codes import CodedParts, following_weights
-from layerzero.integrations.optimize.swaps.swap import MARK, State, Way, as_forward, serves, size_of, weight_of
+from layerzero.integrations.optimize.swaps.swap import (
+    FROM_MANY,
+    MARK,
+    State,
+    Way,
+    as_forward,
+    serves,
+    size_of,
+    weight_of,
+)
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, why_apart
 from layerzero.integrations.transformers import ALONE, ONE_TOKEN, attend_one, attention_forward, theirs_of
 from layerzero.integrations.transformers_patches import ROW_ARGUMENTS
@@ -280,10 +289,10 @@ class Layer(State):
         """Whether kernels may want another form of a weight."""
         return self.heads.may_pack or self.block.may_pack
 
-    def take(self, ways: Sequence[Way]) -> None:
-        super().take(ways)
+    def take(self, ways: Sequence[Way], many: int = FROM_MANY) -> None:
+        super().take(ways, many)
         for each in self.parts:
-            each.take(ways)
+            each.take(ways, many)
 
     def is_proved(self, hidden: Tensor) -> bool:
         """Whether rows, weights and settings are those of the proof, and nothing wants the module's own code."""
@@ -337,7 +346,9 @@ class Layer(State):
 def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
     """The forward of a layer; arguments of Transformers' layers."""
     state: Layer | None = self.__dict__.get(MARK)  # None once another thread has undone it
-    if state is None or (state.own_at and state.own_at[size_of(hidden_states)]) or len(others) > len(state.order):
+    if state is None or len(others) > len(state.order):
+        return type(self).forward(self, hidden_states, *others, **named)
+    if state.own_at and state.own_at[size_of(hidden_states, state.many)]:
         return type(self).forward(self, hidden_states, *others, **named)
     told = {**dict(zip(state.order, others, strict=False)), **named} if others else named
     if not state.is_proved(hidden_states) or not state.takes(told):

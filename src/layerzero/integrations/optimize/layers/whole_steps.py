@@ -115,7 +115,7 @@ def _compute(found: Paced, group: Sequence[Replaced], ways: tuple[Way, ...]) -> 
     """Let modules compute in these ways, one for each size."""
     found.ways = ways
     for one in group:
-        one.swap.state.take(ways)
+        one.swap.state.take(ways, found.sizes.many(ways))
 
 
 class _Steps:

@@ -67,7 +67,7 @@ class CodedProduct(Packs):
 
     def leaves(self, input: Tensor) -> bool:
         """Whether the module's own code is faster for so many rows."""
-        if self.own_at and self.own_at[size_of(input)]:
+        if self.own_at and self.own_at[size_of(input, self.many)]:
             return True
         return self.most is not None and input.numel() > self.most * input.shape[-1]
 

@@ -47,7 +47,7 @@ SIZES = (1, 4, 64)
 """Tokens of the calls that are timed: a step of generation, what speculation verifies, and a prompt."""
 
 FROM_MANY = 16
-"""Tokens from which a call counts as a prompt: half-way between the second size and the third, as factors."""
+"""Tokens from which a call counts as a prompt where no time says: half-way between the second size and the third."""
 
 
 class Way(StrEnum):
@@ -61,10 +61,10 @@ class Way(StrEnum):
     PACKED = "packed weights"
 
 
-def size_of(rows: Tensor) -> int:
-    """Which of :data:`SIZES` stands for rows (..., width)."""
+def size_of(rows: Tensor, many: int = FROM_MANY) -> int:
+    """Which of :data:`SIZES` stands for rows (..., width); ``many`` of them are a prompt."""
     count = rows.numel() // (rows.shape[-1] or 1)
-    return 0 if count <= 1 else 1 if count < FROM_MANY else 2
+    return 0 if count <= 1 else 1 if count < many else 2
 
 
 class State:
@@ -75,6 +75,7 @@ class State:
         stamp: what the proof of the new forward rests on; None before that is put on first.
         own_at: of each size of :data:`SIZES`, whether the module's own code is
             faster; empty where it nowhere is.
+        many: from how many rows a call is computed as the last of these sizes is.
         called: a submodule that the new forward calls as the module's own does, so that nothing in it was proved.
         sets: what the module has on itself while the new forward is on it, and had not before.
         over: what lies over it (:class:`~layerzero.integrations.optimize.models.compiled.Over`), and the forward
@@ -84,6 +85,7 @@ class State:
     stamp: Stamp | None = None
     sets: Mapping[str, object] = MappingProxyType({})
     own_at: tuple[bool, ...] = ()
+    many = FROM_MANY
     called: Module | None = None
     over: tuple[State, Forward] | None = None
 
@@ -109,8 +111,9 @@ class State:
     def forget(self) -> None:
         """Give back what can be made anew where it is used."""
 
-    def take(self, ways: Sequence[Way]) -> None:
+    def take(self, ways: Sequence[Way], many: int = FROM_MANY) -> None:
         """Compute calls of each size that way; by the new forward, with packed weights if any, where none is said."""
+        self.many = many
         self.own_at = tuple(way is Way.OWN for way in ways) if Way.OWN in ways else ()
 
 
@@ -129,7 +132,7 @@ def serves(state: State | None, input: Tensor, *weights: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or state is None or torch._C._is_any_autocast_enabled():
         return False
-    if state.own_at and state.own_at[size_of(input)]:
+    if state.own_at and state.own_at[size_of(input, state.many)]:
         return False
     if type(input) not in _PLAIN or in_transform():
         return False

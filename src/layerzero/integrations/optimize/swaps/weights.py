@@ -23,7 +23,7 @@ from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.handle import FOREIGN, STALE
 from layerzero.core.system import forking
 from layerzero.integrations.optimize.swaps.candidate import STRUCTURE, distance, quiet, random_rows
-from layerzero.integrations.optimize.swaps.swap import State, Way, is_dense, size_of, weight_of
+from layerzero.integrations.optimize.swaps.swap import FROM_MANY, State, Way, is_dense, size_of, weight_of
 from layerzero.ops.linear.glance import LOOKS
 from layerzero.ops.linear.packed import DENSE, Pack, PackedWeight, Packing
 from layerzero.ops.quantize.weight import QuantizedWeight
@@ -114,13 +114,13 @@ class Packs(State):
         """Whether kernels may want another form of a weight."""
         return any(each is not None for each in self.packed)
 
-    def take(self, ways: Sequence[Way]) -> None:
-        super().take(ways)
+    def take(self, ways: Sequence[Way], many: int = FROM_MANY) -> None:
+        super().take(ways, many)
         self.plain = tuple(way is Way.PLAIN for way in ways) if Way.PLAIN in ways else ()
 
     def forms_for(self, rows: Tensor) -> list[PackedWeight | None]:
         """Packed weights for a call with such rows: kernels for one row and for many have forms of their own."""
-        if self.plain and self.plain[size_of(rows)]:
+        if self.plain and self.plain[size_of(rows, self.many)]:
             return [None] * len(self.packed)
         if self.budget is None:
             return self.packed

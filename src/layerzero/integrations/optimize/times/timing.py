@@ -19,7 +19,9 @@ from typing import Any, TypeVar
 import torch
 
 from layerzero.core.errors import LayerZeroError, in_short
-from layerzero.integrations.optimize.swaps.swap import SIZES, Way
+from layerzero.engine.config import current_policy
+from layerzero.engine.frozen_choices import ranks_choose
+from layerzero.integrations.optimize.swaps.swap import FROM_MANY, SIZES, Way
 from layerzero.tuning.measurement.timing import TimeOverError
 
 LEAST = 0.01
@@ -152,12 +154,14 @@ class Sizes:
         noise: the same of the even rounds alone, as far as it is from that of the odd ones, halved.
         rounds: of each size, how many.
         seconds: what all of it took.
+        stock_s: of each size, what stock takes; none where ranks must compute alike.
     """
 
     ratios: tuple[Mapping[Way, float], ...]
     noise: tuple[Mapping[Way, float], ...]
     rounds: tuple[int, ...]
     seconds: float
+    stock_s: tuple[float, ...] = ()
 
     def best(self, *, among: Sequence[Way]) -> tuple[Way, ...]:
         """The fastest way at each size; of two within half of :data:`LEAST`, the later one named.
@@ -184,6 +188,16 @@ class Sizes:
         loss = outweighed if any(each + noise <= much for each, noise in taken) else LEAST
         slower = any(each > 1 + max(loss, noise) for each, noise in taken)
         return not slower and any(each <= 1 - max(LEAST, noise) for each, noise in taken)
+
+    def many(self, ways: Sequence[Way]) -> int:
+        """From how many rows the last way is faster, if times grow evenly: packing may gain on 64 and lose on 16."""
+        few, most = ways[1:]
+        if not self.stock_s or not {few, most} <= self.ratios[1].keys() & self.ratios[2].keys():
+            return FROM_MANY
+        lost, gained = ((each[most] - each[few]) * s for each, s in zip(self.ratios[1:], self.stock_s[1:], strict=True))
+        if lost <= 0 or gained >= 0:
+            return FROM_MANY
+        return SIZES[1] + math.ceil((SIZES[2] - SIZES[1]) * lost / (lost - gained))
 
     def text(self, ways: Sequence[Way]) -> str:
         """The time at each size in units of stock's, and how sure it is."""
@@ -305,7 +319,7 @@ def timed(
     began = CLOCK()
     ratios: list[Mapping[Way, float]] = []
     noise: list[Mapping[Way, float]] = []
-    rounds = []
+    rounds, stock_s = [], list[float]()
     for ways in sizes:
         times = _rounds(ways, around, passed)
         if not all(times[Way.STOCK]) or len(times) == 1:  # no way but stock: a real call says why
@@ -314,7 +328,8 @@ def timed(
         ratios.append(_ratios(times))
         noise.append({way: abs(halves[0][way] - halves[1][way]) / 2 for way in times})
         rounds.append(len(times[Way.STOCK]))
-    return Sizes(tuple(ratios), tuple(noise), tuple(rounds), CLOCK() - began)
+        stock_s += [] if ranks_choose(current_policy()) else [min(times[Way.STOCK])]
+    return Sizes(tuple(ratios), tuple(noise), tuple(rounds), CLOCK() - began, tuple(stock_s))
 
 
 def _ratios(times: Mapping[Way, Sequence[float]]) -> dict[Way, float]:
