@@ -273,6 +273,29 @@ def test_a_kernel_that_reads_how_a_made_mask_lies_shares_no_plan_of_one():
         lz.unregister_kernel(own.id)
 
 
+@pytest.mark.parametrize("reads", ["dtype", "strides"])
+def test_a_plan_that_copies_serves_other_sizes_unless_a_limit_reads_how_the_copy_lies(reads):
+    """Each length of a prompt chose anew, which took longer than the kernel; what is not copied stays dense."""
+    kernel = next(each for each in lz.list_kernels("attention.gqa.prefill") if each.id == "torch.sdpa.cpu_flash")
+    seen = limits.Custom("reads it", lambda facts: getattr(facts.tensors["query"], reads) and None)
+    more = (limits.Contiguous(("query", "key")), seen)
+    own = dataclasses.replace(
+        kernel, id="user.copies", backend=USER_BACKEND, priority=99, limits=(*kernel.limits, *more), aliases=()
+    )
+    lz.register_backend([own])
+    served = []
+    try:
+        for tokens, dense_key in ((65, True), (100, True), (70, False)):
+            query, key = torch.randn(1, tokens, 4, 16).transpose(1, 2), torch.randn(1, 2, tokens, 16)
+            key = key if dense_key else key.transpose(1, 2).contiguous().transpose(1, 2)
+            call = RandomCall("attention", {"query": query, "key": key, "value": key, "layout": "BHSD"})
+            served.append(plan_that_served(call)[1] is not None)
+            assert lz.which("attention", query, key, key, layout="BHSD")["kernel_id"] == own.id
+    finally:
+        lz.unregister_kernel(own.id)
+    assert served == [False, reads == "dtype", False]
+
+
 def test_most_changes_of_memory_are_told_apart():
     """The property above is empty if nothing hits; this counts that both happen."""
     hits = 0

@@ -116,32 +116,46 @@ class _MadeGood(NamedTuple):
 def _made_good(plan: Plan) -> _MadeGood | None:
     """What a plan makes good; None where another call's tensors may lie differently from these once they are made.
 
-    A copy's strides and alignment follow from sizes in ways that no condition here says. So do those of a tensor that
-    an adapter gives: one that a call without it gets anew was shown to no limit, and of one that a call has, none may
-    read how it lies.
+    A copy's strides and alignment follow from sizes in ways that no condition here says: no limit may read them but one
+    that wants the copy, which is dense whatever was copied. So do those of a tensor that an adapter gives: one that a
+    call without it gets anew was shown to no limit, and of one that a call has, none may read how it lies.
     """
     if not plan.transforms_data:
         return _MadeGood((), plan.reads)
-    kernel, facts, given = plan.kernel, plan.report.facts, set[str]()
+    kernel, facts, given, copied = plan.kernel, plan.report.facts, set[str](), set[str]()
     for each in plan.adaptations:
         adapter = facts.operation.adapters.get(each.kind)
         if adapter is not None and each.argument in adapter.gives_alone:
             given.add(adapter.gives)
+        elif each.kind == "copy":
+            copied.add(each.argument)
         elif each.moves_data and each.kind != "cast":  # whose result is dense, whatever was cast
             return None
     if plan.adapted is None or not given <= facts.tensors.keys():
         return None
-    for read in [each for limit in kernel.limits for each in reads_of(limit.check, plan.adapted)]:
-        name, dot, part = read.partition(".")
-        if read == EVERYTHING or (dot and name in given and part not in _ALIKE):
-            return None
     seen = facts.seen_in(kernel.layout)
-    found = tuple([limit for limit in kernel.limits if checked(limit, seen)])
-    return _MadeGood(found, plan.reads.union(*[reads_of(limit.check, seen) for limit in found]))
+    refused = {limit: findings for limit in kernel.limits if (findings := checked(limit, seen))}
+    found = tuple(refused)
+    dense = frozenset([f"{name}.{part}" for name in copied for part in _DENSE])
+    for limit in kernel.limits:
+        findings = refused.get(limit, ())
+        met = dense if findings and all(each.repair and each.repair.kind == "copy" for each in findings) else ()
+        for read in reads_of(limit.check, plan.adapted):
+            name, dot, part = read.partition(".")
+            lies = (name in given and part not in _ALIKE) or (name in copied and part not in _OF_COPIES)
+            if read == EVERYTHING or (dot and lies and read not in met):
+                return None
+    if copied and not dense.isdisjoint(plan.reads):
+        return None
+    return _MadeGood(found, plan.reads.union(*[reads_of(limit.check, seen) - dense for limit in found]))
 
 
 _ALIKE = frozenset({"dtype", "ndim"})
 """What tensors that the same statements give have in common."""
+
+_DENSE = ("contiguous", "last_stride", "strides")
+_OF_COPIES = _ALIKE | {"shape", "contiguous", "last_stride"}
+"""What a limit that wants a copy reads, and what other limits may: the same of each copy, or as of its tensor."""
 
 
 def _kind(plan: Plan, policy: Policy, order: tuple[str, ...], made_good: _MadeGood) -> _Kind:
