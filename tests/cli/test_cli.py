@@ -68,6 +68,8 @@ def test_the_examples_in_help_work(path, line, tmp_path, monkeypatch):
     (tmp_path / "layerzero.yaml").write_text(EXAMPLE)
     (tmp_path / "torch.json").write_text(json.dumps(pages_descriptors.example()))
     (tmp_path / "tokenizer.json").write_text(vocabularies.byte_level())
+    (tmp_path / "my_kernels.py").write_text(MINE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     if path == "layerzero hub":
         pytest.importorskip("kernels.variants")
         lz.configure(**{"hub.enabled": True, "hub.folder": str(tmp_path)})
@@ -78,6 +80,7 @@ def test_the_examples_in_help_work(path, line, tmp_path, monkeypatch):
         for name in ("plan.json", "other.json"):
             solved.write(tmp_path / name)
     result = run(line.removeprefix("layerzero "))
+    sys.modules.pop("my_kernels", None)
     found = path == "layerzero doctor" and "--strict" in line and lz.doctor().issues
     found = found or ("tokenizer_id" in line and ": wrong: " in result.output)  # of libraries that read it otherwise
     assert result.exit_code == (1 if found else 0), result.output
@@ -340,6 +343,10 @@ ERRORS = {
     "kernels rms_nrm": "unknown operation 'rms_nrm'; did you mean 'rms_norm'?",
     "fuzz --calls 1 --kernel torhc": "--kernel: wanted a library or kernel, got 'torhc', which names none here",
     "config check nowhere.yaml": "nowhere.yaml: wanted a file of settings, got nothing",
+    "descriptor check nowhere.json": "nowhere.json: wanted a capability descriptor, got nothing",
+    "plan show nowhere.json": "nowhere.json: wanted a plan, got nothing",
+    "plan diff nowhere.json other.json": "nowhere.json: wanted a plan, got nothing",
+    "doctor --confirm --module nobody_has_it": "--module nobody_has_it: wanted a module that imports",
 }
 
 

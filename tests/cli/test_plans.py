@@ -101,7 +101,7 @@ def test_a_file_that_is_cut_is_named(command, folder):
     assert shown.exit_code == 1
     assert "cut.json: wanted frozen choices as JSON" in shown.output
     missing = run("plan", "show", "none.json")
-    assert "none.json: wanted frozen choices as JSON, got No such file or directory" in missing.output
+    assert "none.json: wanted a plan, got nothing" in missing.output
 
 
 @pytest.mark.parametrize(("words", "problem"), [

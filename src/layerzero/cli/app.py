@@ -9,7 +9,7 @@ import typer
 
 from layerzero.cli import calls, checks, deployment, perfdb_exchange, plans
 from layerzero.cli.calls import AsJson, CallFlags, ExplainFlags, Modules, command
-from layerzero.cli.output import FINE, NO, Answer, Program, import_modules, say, stdout_console
+from layerzero.cli.output import FINE, NO, Answer, Program, existing, import_modules, say, stdout_console
 from layerzero.cli.output import examples as _examples
 from layerzero.cli.perfdb import perfdb
 
@@ -143,6 +143,7 @@ def doctor(
     if (again or module) and not confirm:
         raise ValueError("doctor: --again and --module say how to confirm: wanted --confirm with them, got none")
     screen.ask_a_child()
+    import_modules(module or [])
     deployment.try_builds()
     confirmed = confirm_suspects(modules=module or [], again=again) if confirm else ()
     diagnosis = diagnose(load=load, asked_for=asked_for)
@@ -243,9 +244,7 @@ def config_check(
     """
     from layerzero.cli.listing import problems
 
-    if not file.is_file():
-        raise ValueError(f"{file}: wanted a file of settings, got {'a folder' if file.is_dir() else 'nothing'}")
-    found = problems(file)
+    found = problems(existing(file, "a file of settings"))
     data = {"file": str(file), "valid": not found, "problems": found}
     return Answer(data, lambda: found or [f"{file}: fine"], NO if found else FINE)
 
@@ -261,7 +260,7 @@ def descriptor_check(
     """
     from layerzero.cli import listing
 
-    return listing.checked(file)
+    return listing.checked(existing(file, "a capability descriptor"))
 
 
 calls.add_to(main)

@@ -305,6 +305,13 @@ def live(*, quiet: bool, console: Console | None = None) -> Iterator[Live]:
         yield Live(progress, task, quiet=quiet)
 
 
+def existing(file: Path, what: str) -> Path:
+    """The file. Raises: ValueError where there is none."""
+    if not file.is_file():
+        raise ValueError(f"{file}: wanted {what}, got {'a folder' if file.is_dir() else 'nothing'}")
+    return file
+
+
 def import_modules(modules: Sequence[str]) -> None:
     """Import each, with the current folder on the path, as ``python -m`` has it.
 

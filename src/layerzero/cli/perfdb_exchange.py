@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
+from layerzero.cli.output import FINE, NO, Answer, examples, existing, import_modules
 from layerzero.cli.perfdb import KernelGlob, OnlyHere, OperationGlob, database_here, named, readable, store_here
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def merge(
     """
     from layerzero.tuning.storage import archive
 
-    _exists(file)
+    existing(file, "a file of times")
     found = archive.read_database(file)
     _keep(found)
     return Answer({"file": str(file), "rows": len(found)}, lambda: [f"{file}: {len(found)} times merged"])
@@ -188,7 +188,7 @@ def _exported(file: Path) -> tuple[list[Row], list[Finding], list[PassedBuild]] 
     """What an exported file has, or the answer that says what is wrong in it."""
     from layerzero.tuning.storage import archive
 
-    _exists(file)
+    existing(file, "a file of times")
     try:
         return archive.read_export(file)
     except OSError as error:
@@ -209,11 +209,6 @@ def _keep(rows: Sequence[Row]) -> None:
     store = store_here()
     store.add(rows)
     store.settle()
-
-
-def _exists(file: Path) -> None:
-    if not file.is_file():
-        raise ValueError(f"{file}: wanted a file of times, got {'a folder' if file.is_dir() else 'nothing'}")
 
 
 def _written(file: Path, write: Callable[[], None]) -> None:

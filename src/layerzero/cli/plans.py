@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layerzero.cli.calls import AsJson, ManifestFile, Model, Modules, Threads, Where
-from layerzero.cli.output import FINE, NO, Answer, examples, import_modules, say
+from layerzero.cli.output import FINE, NO, Answer, examples, existing, import_modules, say
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -99,7 +99,7 @@ def show(file: PlanFile, json: AsJson = False) -> Answer:
     """
     from layerzero.inspection.freeze import Frost
 
-    found = Frost.load(file)
+    found = Frost.load(existing(file, "a plan"))
     return Answer(_plain(found), lambda: [*str(found).splitlines()])
 
 
@@ -113,7 +113,7 @@ def diff(
     from layerzero.inspection.freeze import Frost
     from layerzero.inspection.plan_document import differences
 
-    found = differences(Frost.load(first), Frost.load(second))
+    found = differences(*[Frost.load(existing(file, "a plan")) for file in (first, second)])
     data = {"same": not found, "differences": [{"what": e.what, "first": e.first, "second": e.second} for e in found]}
     return Answer(data, lambda: [*map(str, found)] or ["nothing differs"], NO if found else FINE)
 
