@@ -1784,8 +1784,9 @@ def sample(
     Shapes: logits (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; computes in float32 or wider; returns int64.
     Args:
-        top_k: how many places, from 1; more than there are keep all. A tensor is int32 or int64.
-        top_p: the share that the likeliest have together, above 0 and up to 1. A tensor is float32.
+        top_k: how many places, from 1; more than there are keep all. In an int32 or int64 tensor 0 and less is 1.
+        top_p: the share that the likeliest have together, above 0 and up to 1. In a float32 tensor 0 and less keeps the
+            likeliest.
         min_p: the share of the likeliest place's probability, above 0 and up to 1. Of a float32 tensor 0 keeps all.
         temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
             where 0 and less is 1e-6, so that the likeliest place comes.
@@ -1862,8 +1863,9 @@ def sample_probs(
     Shapes: probs (*, V) → (*), a place from 0 to V - 1
     Dtype: floating; each row adds up to 1 but for rounding; returns int64.
     Args:
-        top_k: how many places, from 1; more than there are keep all. A tensor is int32 or int64.
-        top_p: the share that the likeliest have together, above 0 and up to 1. A tensor is float32.
+        top_k: how many places, from 1; more than there are keep all. In an int32 or int64 tensor 0 and less is 1.
+        top_p: the share that the likeliest have together, above 0 and up to 1. In a float32 tensor 0 and less keeps the
+            likeliest.
         min_p: the share of the likeliest place's probability, above 0 and up to 1. Of a float32 tensor 0 keeps all.
         seed: gives the same ids wherever the same kernel runs the same call; from 0. Or an int64 tensor (*) with one
             for each row: each draw of a request wants another, such as ``request_seed * 2**32 + position``.

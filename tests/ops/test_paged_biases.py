@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from itertools import pairwise
 
@@ -196,6 +197,7 @@ def test_a_mask_is_looked_at_again_once_it_or_its_starts_were_written_into(chang
         for _ in range(2):  # what was wrong is not remembered
             with pytest.raises(lz.InvalidCallError, match=r"tree_mask\[\d\]: wanted the token itself"):
                 tree.check(*given)
+        gc.collect()  # an error is in a cycle with the frames that have its mask
         known = len(tree._TREES)
         del given, mask
         assert len(tree._TREES) == known - 1
@@ -271,5 +273,5 @@ def test_a_cache_of_codes_takes_no_bias(name):
     codes = {each: torch.zeros(call[each].shape, dtype=torch.int8) for each in ("key_cache", "value_cache")}
     scales = {"key_scale": torch.tensor(1.0), "value_scale": torch.tensor(1.0)}
     bias = mask if name == "tree_mask" else torch.zeros(4)
-    with pytest.raises(lz.InvalidCallError, match=f"{name}: wanted None over a cache of torch.int8"):
+    with pytest.raises(lz.InvalidCallError, match=f"{name}: wanted None over a cache of int8, .*wider dtype"):
         lz.paged_attention(**call | codes | scales, **{name: bias})

@@ -184,9 +184,11 @@ def _of_codes_alone(arguments: dict[str, Any]) -> list[str]:
 
 def _not_of_codes(arguments: dict[str, Any]) -> list[str]:
     """What no kernel over a cache of codes knows."""
-    dtype = arguments["key_cache"].dtype
+    dtype = dtype_name(arguments["key_cache"].dtype)
+    ways = dict.fromkeys(OF_FLOATS, "keep the cache in a wider dtype")
+    ways["tree_mask"] = f"draft chains, or {ways['tree_mask']}"
     return [
-        f"{name}: wanted None over a cache of {dtype}, got a tensor"
+        f"{name}: wanted None over a cache of {dtype}, got a tensor; {ways[name]}"
         for name in OF_FLOATS
         if arguments[name] is not None
     ]

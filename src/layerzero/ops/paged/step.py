@@ -25,10 +25,12 @@ class StepMetadata(Handle):
     all layers; without one, in every call. Between forward passes change the tensors in place, then call
     :meth:`advance`; making a new object each time is right as well, and pays for the slots' buffers again.
 
-        step = lz.StepMetadata(block_tables, context_lens, capturable=True) for layer in layers:
-            lz.append_paged_kv_(k, v, layer.keys, layer.values, step.slot_mapping(page_size)) output =
-            lz.paged_attention(q, layer.keys, layer.values, block_tables, context_lens, step=step)
-        context_lens += 1 step.advance()
+        step = lz.StepMetadata(block_tables, context_lens, capturable=True)
+        for layer in layers:
+            lz.append_paged_kv_(k, v, layer.keys, layer.values, step.slot_mapping(page_size))
+            output = lz.paged_attention(q, layer.keys, layer.values, block_tables, context_lens, step=step)
+        context_lens += 1
+        step.advance()
 
     A step of several tokens a sequence has ``cu_seqlens_q``, too; its slots are those of all tokens in their order.
 

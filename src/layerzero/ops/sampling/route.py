@@ -104,13 +104,14 @@ _OF_ROWS = (
         "top_k",
         "int | Tensor | None",
         """\
-        top_k: how many places, from 1; more than there are keep all. A tensor is int32 or int64.""",
+        top_k: how many places, from 1; more than there are keep all. In an int32 or int64 tensor 0 and less is 1.""",
     ),
     _Argument(
         "top_p",
         "float | Tensor | None",
         """\
-        top_p: the share that the likeliest have together, above 0 and up to 1. A tensor is float32.""",
+        top_p: the share that the likeliest have together, above 0 and up to 1. In a float32 tensor 0 and less keeps the
+            likeliest.""",
     ),
     _Argument(
         "min_p",
