@@ -15,6 +15,7 @@ import torch
 
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.kernel import Kernel
+from layerzero.core.ledger import Ledger
 from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
@@ -241,7 +242,8 @@ def _run(
 def _unnoted() -> Iterator[None]:
     """Keep invented calls out of those that this machine made, which readiness, tune and doctor look at."""
     ledger = ENGINE.ledger
-    noted, ledger.called = ledger.called, lambda _: None  # type: ignore[method-assign]
+    noted = ledger.called
+    ledger.called = Ledger().called  # type: ignore[method-assign]
     try:
         yield
     finally:
