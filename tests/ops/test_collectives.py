@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import layerzero as lz
 from layerzero.backends.torch import collectives
@@ -355,6 +356,16 @@ def test_the_number_of_ranks_is_a_fact_and_parts_classes_and_rules():
     with lz.scope(rules=[rule]):
         chosen = [lz.which("all_reduce", x, group=each)["kernel_id"] for each in (two, four)]
     assert chosen == ["torch.all_reduce", "layerzero.tree_all_reduce"]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+def test_a_group_decides_in_compiled_code_and_in_modes_as_well(name):
+    """Operators of tensors have no word for a group: without one the default group would be asked."""
+    x, function = torch.arange(4.0), getattr(lz, name)
+    with FlopCounterMode(display=False):
+        assert torch.equal(function(x, group=ALONE), x)
+    compiled = torch.compile(lambda x: function(x, group=ALONE) + 1, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), x + 1)
 
 
 def test_memory_of_one_rank_decides_nothing():

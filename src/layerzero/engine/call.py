@@ -48,6 +48,12 @@ class Call:
         if self.expression is not None:  # before the first change of anything: the environment may wish
             engine = self.dispatcher.engine
             FUSING.look(frozen=engine.frozen is not None, registered=engine.registry.has_own)
+        self.deciding = [  # handles that a result hangs on
+            each.name
+            for operation in function.operations
+            for each in operation.schema.params
+            if each.name in function.handles and each.changes_result
+        ]
         self.demanded = [  # tensors that lack are not looked for in tables
             place
             for place, each in enumerate(function.parameters)
@@ -172,12 +178,11 @@ class Call:
             if all(arguments[fixed] == value for fixed, value in schema.fixed.items()):
                 best = name, schema
         name, schema = best
-        if torch.compiler.is_dynamo_compiling():
-            unused = [
-                each for each in self.function.handles if each not in schema.order and arguments[each] is not None
-            ]
-            if unused:
-                _tell_unused(self.function.name, ", ".join(unused))
+        left = [each for each in self.function.handles if each not in schema.order and arguments[each] is not None]
+        if any(each in self.deciding for each in left):  # a group: without it others' tensors would be added up
+            return self.function.signature(**{each: arguments[each] for each in self.dispatcher.names})
+        if left and torch.compiler.is_dynamo_compiling():
+            _tell_unused(self.function.name, ", ".join(left))
         for listed in schema.lists:
             if isinstance(arguments[listed], str):  # what torch's schemas have no word for: padding="same"
                 return self.function.operations[0].stock(**arguments)()  # type: ignore[misc]  # it has one
