@@ -62,6 +62,8 @@ def test_a_mask_beside_causal_is_still_an_error_that_names_the_way_out(way):
     with pytest.raises(lz.InvalidCallError, match="wanted one of them, got both; pass causal=False") as refused:
         way(attn_mask=MASK, causal=True)
     assert refused.value.code is lz.ReasonCode.ATTN_MASK_INVALID
+    with pytest.raises(lz.InvalidCallError, match="causal: wanted bool, got"):
+        attend(attn_mask=MASK, causal=torch.ones(3))
 
 
 def test_questions_say_what_a_call_does():

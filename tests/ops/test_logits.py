@@ -62,6 +62,15 @@ def test_penalties_are_those_of_the_definition(form, kernel):
     assert logits.tolist() == [LOGITS, LOGITS], "the caller's logits stay as they were"
 
 
+def test_ids_may_be_batched_by_vmap():
+    logits, ids = torch.randn(2, 3, 8), torch.randint(0, 8, (2, 3, 4))
+    got = torch.vmap(lambda of, said: lz.apply_penalties(of, said, said, presence=1.0, repetition=2.0))(logits, ids)
+    want = [
+        lz.apply_penalties(of, said, said, presence=1.0, repetition=2.0) for of, said in zip(logits, ids, strict=True)
+    ]
+    torch.testing.assert_close(got, torch.stack(want))
+
+
 def test_nothing_said_and_no_number_change_nothing():
     logits = torch.randn(2, 3, 16, generator=generator())
     nothing = torch.empty(2, 3, 0, dtype=torch.int64)
@@ -90,6 +99,8 @@ def test_log_probabilities_of_what_was_drawn(dtype):
     assert torch.equal(
         lz.chosen_logprobs(logits, ids, temperature=0.5), lz.chosen_logprobs(logits, ids, temperature=warm)
     )
+    cold = lz.chosen_logprobs(logits.fill_(20), ids, temperature=1e-6)  # 2e7, where a step of float32 is 2
+    torch.testing.assert_close(cold, torch.full_like(cold, -math.log(300)))
 
 
 def test_log_probabilities_have_gradients():

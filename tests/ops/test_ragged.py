@@ -205,7 +205,7 @@ WRONG = [
     (lambda c: {"query": c["query"].float()}, "key: wanted dtype float32 like query"),
     (lambda c: {"query": c["query"][:, :3]}, "query heads must be a multiple of kv heads"),
     (lambda c: {"value": c["value"][:-1]}, "value: wanted kv_tokens 14"),
-    (lambda c: {"max_seqlen_q": 0}, "max_seqlen_q: wanted a number of at least 1 or None, got 0"),
+    (lambda c: {"max_seqlen_q": 0}, "max_seqlen_q: wanted a number of at least 1 or None, got 0; pass None where"),
     (lambda c: {"causal": 1}, "causal: wanted bool, got 1"),
     (lambda c: {"window": (1,)}, "window: wanted"),
     (lambda c: {"sinks": torch.zeros(3)}, "sinks: wanted heads 4"),

@@ -103,6 +103,8 @@ def test_bad_tensors(name, tensor, problem):
 def test_a_temperature_of_a_row_that_is_none_is_named():
     with pytest.raises(lz.InvalidCallError, match="add up to nan; is a temperature NaN"):
         lz.sample(torch.zeros(2, 4), temperature=torch.tensor([1.0, math.nan]))
+    with pytest.raises(lz.InvalidCallError, match="or so low that logits overflow"):
+        lz.sample(torch.tensor([[1e33, 1.0]]), temperature=torch.zeros(1))
 
 
 def test_probabilities_that_add_up_to_infinity_are_told_as_that():

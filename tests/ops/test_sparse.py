@@ -111,6 +111,7 @@ WRONG = [
     ),
     (lambda c: {"block_indices": c["block_indices"] + 2}, r"block_indices\[0\]: wanted a column of blocks from 0 to 5"),
     (lambda c: {"block_indices": c["block_indices"] * 0}, "wanted each column once in a row"),
+    (lambda c: {"block_indices": c["block_indices"].to("meta")}, "block_indices: wanted device cpu"),
     (lambda c: {"block_indices": c["block_indices"].long()}, "block_indices: wanted an int32 tensor"),
     (lambda c: {"query": c["query"][:, :3]}, "query heads must be a multiple of kv heads"),
     (lambda c: {"scale": math.nan}, "scale: wanted a finite number"),

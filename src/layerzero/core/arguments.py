@@ -301,7 +301,8 @@ class Param:
         if self.role is Role.BOUND:
             least = max(1, self.least)
             fits = value is None or (type(value) is int and least <= value <= self.most and value < _INT64)
-            return "" if fits else f"{self.name}: wanted a number of at least {least} or None, got {told(value)}"
+            hint = "; pass None where there is nothing to bound" if value == 0 and type(value) is int else ""
+            return "" if fits else f"{self.name}: wanted a number of at least {least} or None, got {told(value)}{hint}"
         if value is None and self.neutral is None:
             return ""
         accepted = (*self.kinds, int) if float in self.kinds else self.kinds

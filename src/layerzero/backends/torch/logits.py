@@ -73,8 +73,9 @@ def _load_logprobs(facts: Facts) -> Callable[..., Any]:
         logits: Tensor, ids: Tensor, *, temperature: float | None = None, temperature_by_row: Tensor | None = None
     ) -> Tensor:
         wide = formulas.tempered(_wide(logits), temperature, temperature_by_row)
-        own = wide.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
-        return (own - wide.logsumexp(-1)).float()
+        top = wide.detach().amax(-1, keepdim=True)  # taken off first: at 2e7 one step of float32 is 2
+        own = wide.gather(-1, ids.long().unsqueeze(-1)) - top
+        return (own - (wide - top).exp().sum(-1, keepdim=True).log()).squeeze(-1).float()
 
     return run
 

@@ -295,7 +295,7 @@ def _check_mask(arguments: dict[str, Any], causal: object, seq_q: int, seq_k: in
     mask = arguments["attn_mask"]
     if mask is None or not isinstance(mask, Tensor):
         return
-    if causal:
+    if causal is True:
         raise _invalid(
             "attn_mask was given together with causal=True: wanted one of them, got both; pass causal=False and put "
             "the causal part into the mask",

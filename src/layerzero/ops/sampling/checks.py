@@ -102,7 +102,7 @@ def check_drawable(total: Tensor, tensor: Tensor, operation: str, called: str = 
         raise InvalidCallError(called_by(operation), [each.replace(name, called or name, 1) for each in problems])
     wanted = f"{called or name}: wanted rows that something can be drawn of"
     got = f"one whose probabilities add up to {total[bad][0].item():g}"
-    hint = "; is a temperature NaN?" if name == "logits" else ""  # only what draws of logits has that argument
+    hint = "; is a temperature NaN, or so low that logits overflow?" if name == "logits" else ""
     raise InvalidCallError(called_by(operation), [f"{wanted}, got {got}{hint}"])
 
 

@@ -176,7 +176,7 @@ def place(upto: Tensor, generator: torch.Generator | None, seeds: Tensor | None 
 
 def counts_of(ids: Tensor, vocab: int) -> Tensor:
     """How often each place is among token ids; -1 is none. Shapes: (*, L) → (*, V) int32."""
-    counts = torch.zeros((*ids.shape[:-1], vocab), dtype=torch.int32, device=ids.device)
+    counts = ids.new_zeros((*ids.shape[:-1], vocab), dtype=torch.int32)  # batched where torch.vmap batches the ids
     if vocab == 0:
         return counts
     return counts.scatter_add_(-1, ids.clamp(min=0).long(), (ids >= 0).int())

@@ -300,7 +300,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         problems.append(f"query: wanted {rows} rows of {sizes[0]} queries as block_indptr says, got {len(query)}")
     if len(key) % sizes[1]:
         problems.append(f"key: wanted whole blocks of {sizes[1]} keys, got {len(key)}")
-    if indptr.is_cpu and type(indptr) is Tensor and not problems:
+    if indptr.is_cpu and indices.is_cpu and type(indptr) is Tensor and not problems:
         problems += entry_problems(indptr, indices, len(key) // sizes[1])
     problems += score_problems(arguments)
     belongs = pattern.kind_for(indptr, indices) if isinstance(pattern, BlockPattern) else ""
