@@ -127,6 +127,9 @@ def test_a_block_that_does_more_is_left_and_its_products_are_not() -> None:
         ("own class", "a forward of its own"),
         ("adapter", "under an adapter"),
         ("offloaded", "was exchanged on the instance"),
+        ("one axis", "it does not compute on one tensor of rows"),
+        ("bias", "its own code does not compute on an example"),
+        ("kernel of two axes", "a weight of its own"),
     ],
 )
 def test_what_cannot_be_proved_is_left_with_a_reason(plant: str, why: str) -> None:
@@ -144,6 +147,14 @@ def test_what_cannot_be_proved_is_left_with_a_reason(plant: str, why: str) -> No
         inner.one.weight = nn.Parameter(inner.one.weight.detach().as_subclass(type("Split", (torch.Tensor,), {})))
     elif plant == "parametrized":
         nn.utils.parametrizations.weight_norm(inner.one)
+    elif plant == "one axis":
+        inner.one.weight = nn.Parameter(torch.randn(24))
+    elif plant == "bias":
+        inner.one = nn.Conv1d(4, 4, 3)
+        inner.one.bias = nn.Parameter(torch.randn(3))
+    elif plant == "kernel of two axes":
+        inner.one = nn.Conv2d(4, 4, 3)
+        inner.one.weight = nn.Parameter(torch.randn(4, 4))
     elif plant == "twice":
         lz.optimize(model)
     elif plant == "training":

@@ -76,7 +76,8 @@ def convolution(module: Module) -> Candidate | str | None:
     made: Any = module
     weight, bias = made._parameters.get("weight"), made._parameters.get("bias")
     own = type(module).forward is not kind.forward or type(made)._conv_forward is not kind._conv_forward  # type: ignore[attr-defined]
-    if own or not is_dense(weight) or not (bias is None or is_dense(bias)) or weight.numel() == 0:
+    dense = is_dense(weight) and (bias is None or is_dense(bias))
+    if own or not dense or weight.numel() == 0 or weight.ndim != len(made.kernel_size) + 2:
         return "it is a convolution with a forward of its own, or a weight of its own, which may compute anything"
     if made.padding_mode != "zeros":
         return f"it pads by padding_mode={made.padding_mode!r}, and kernels pad with zeros"

@@ -328,6 +328,8 @@ def _shape(product: Module) -> tuple[int, ...]:
 
 def orders(products: Mapping[str, Module]) -> Iterator[tuple[str, ...]]:
     """Which product may be up, down and gate by their shapes."""
+    if any(len(_shape(each)) != 2 for each in products.values()):
+        return
     for names in itertools.permutations(products):
         shapes = [_shape(products[name]) for name in names]
         up, down = shapes[:2]
