@@ -376,7 +376,9 @@ def test_usage_errors_exit_with_2():
 @pytest.mark.skipif(torch.cuda.device_count() > 77, reason="a device has this number")
 @pytest.mark.parametrize("line", [
     "fuzz --calls 1 --device cuda:77", "fuzz --calls 1 --device nope", "conformance --kernel torch.gelu --device nope",
-    "tune rms_norm --shapes 4x4 --device cuda:77", "bench rms_norm --shapes 4x4 --device cuda:77",
+    "conformance --kernel torch.gelu --device meta", "tune rms_norm --shapes 4x4 --device meta",
+    "vet rms_norm --shapes 4x4 --device xpu:77", "tune rms_norm --shapes 4x4 --device cuda:77",
+    "bench rms_norm --shapes 4x4 --device cuda:77",
     "perfdb prune --older-than 99999999999",
 ])  # fmt: skip
 def test_what_no_machine_has_is_a_usage_error(line):
@@ -390,6 +392,21 @@ def test_what_no_machine_has_is_a_usage_error(line):
 def test_tuning_for_a_device_that_is_not_here_says_so():
     with pytest.raises(ValueError, match="wanted a device of this machine"):
         lz.tune("rms_norm", [(4, 4)], device="cuda:77")
+
+
+@at_once("device", ["meta", 5.5])
+def test_what_runs_kernels_says_that_a_device_is_not_here(device):
+    for asked in (lz.tune, lz.warmup, lz.vet, lz.readiness_check):
+        with pytest.raises(ValueError, match="device: wanted "):
+            asked(device=device)
+
+
+def test_shapes_that_are_no_list_and_dtypes_that_are_no_name_are_named():
+    for asked in (lz.tune, lz.warmup, lz.vet):
+        with pytest.raises(TypeError, match=r"shapes: wanted a list of shapes, such as \[\(4, 64\)\], got 5"):
+            asked("rms_norm", shapes=5)
+    with pytest.raises(TypeError, match="dtype: wanted a dtype or its name"):
+        lz.warmup("rms_norm", [(4, 64)], dtype=None)
 
 
 @pytest.mark.parametrize("error", [KeyError("head_dim"), ValueError("x"), RuntimeError("a bug in a library")])

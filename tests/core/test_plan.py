@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
+import pytest
 import torch
 
 import layerzero as lz
@@ -58,3 +60,6 @@ def test_a_deep_copy_of_what_holds_a_plan_holds_the_same_plan():
     held = copy.deepcopy({"plan": bound.plan, "report": bound.report})
     assert held["plan"] is bound.plan
     assert held["report"] == bound.report
+    assert copy.copy(bound.plan) is bound.plan
+    with pytest.raises(TypeError, match=r"got the plan of .*; pickle plan\.report, or keep choices"):
+        pickle.dumps(bound.plan)

@@ -48,6 +48,17 @@ def test_flash_attention_3_is_too_new_for_an_a100():
     assert report.kernel_id == "flash_attn.v2"
 
 
+def test_libraries_may_be_spelled_in_any_way_and_others_are_refused():
+    assert attention("A100", libraries={"Flash_Attn": "2.8.3"}).kernel_id == "flash_attn.v2"
+    for libraries, problem in (
+        ({"flash_atn": "2"}, "libraries: no kernel needs a library 'flash_atn'; did you mean 'flash-attn'"),
+        ({"flash_attn": "new"}, "libraries flash_attn: wanted a version like 3.0.0, got 'new'"),
+        ({"flash_attn": None}, "libraries flash_attn: wanted a version like 3.0.0, got None"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            attention("H100", libraries=libraries)
+
+
 @pytest.mark.parametrize("device", ["H100", "H800", "H200"])
 def test_flash_attention_3_is_chosen_on_hopper(device):
     report = attention(device)

@@ -237,13 +237,14 @@ def test_what_warmup_could_not_build_is_not_waited_for(manifest):
     assert {each.kernel for each in lz.jit_status().failed} == {"mine.broken"}
 
 
-def test_what_is_no_manifest_of_this_model_and_device_is_an_error(manifest):
+def test_what_is_no_manifest_of_this_model_and_device_is_an_error(manifest, monkeypatch):
     with pytest.raises(ValueError, match="wanted a manifest of the model 'm2', got one of 'm1'"):
         lz.readiness_check(manifest, model="m2")
     with pytest.raises(ValueError, match="model: wanted it along with a manifest"):
         lz.readiness_check(model="m1")
-    with pytest.raises(ValueError, match="wanted calls on cuda, got 6 on cpu"):
-        lz.readiness_check(manifest, device="cuda")
+    with pytest.raises(ValueError, match="wanted calls on meta, got 6 on cpu"), monkeypatch.context() as patch:
+        patch.setattr("layerzero.serving.readiness.device_here", torch.device)
+        lz.readiness_check(manifest, device="meta")
     damaged = json.loads(manifest.read_text())
     damaged["calls"][0]["call"]["tensors"]["input"]["shape"] = [-1, 2]
     manifest.write_text(json.dumps(damaged))

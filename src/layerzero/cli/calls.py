@@ -144,13 +144,12 @@ Model = Annotated[
 def device_here(text: str | None) -> str | None:
     """The name of a device of this machine, as torch reads it. Raises: BadParameter."""
     if text is not None:
-        from layerzero.core.device import Device
+        from layerzero.core import device
 
         try:
-            Device.detect(text)
-        except (RuntimeError, ValueError) as error:
-            why = f": {str(error.__cause__).partition(chr(10))[0]}" if isinstance(error, ValueError) else ""
-            raise typer.BadParameter(f"wanted a device such as cpu, cuda or cuda:1, got {text!r}{why}") from error
+            device.device_here(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error).removeprefix("device: ")) from error
     return text
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.cli.demo_screen import show
 from layerzero.cli.output import say
+from layerzero.core.device import device_here
 from layerzero.core.errors import LayerZeroError
 from layerzero.core.plan import Report
 from layerzero.core.reasons import ReasonCode
@@ -106,7 +107,7 @@ def demo(
     if repeat < 1:
         raise ValueError(f"repeat: wanted at least 1, got {repeat}")
     _require(NEEDS if encode else DECODED)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_here(device)
     started = time.perf_counter()
     steps = [*(f"an encoder in {name}" for name in encode), "a decoder in bfloat16"]
     with Console(quiet=json, stderr=True).status("") as status, torch.no_grad():

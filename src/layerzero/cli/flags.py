@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from packaging.version import InvalidVersion, Version
 
 from layerzero.cli.calls import CallFlags
 from layerzero.cli.question import (
@@ -36,7 +35,7 @@ from layerzero.engine.config import SCOPES
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
-from layerzero.inspection.answers import explain
+from layerzero.inspection.answers import explain, known_libraries, named_libraries, spellings
 from layerzero.ops import PLAIN_FUNCTIONS, plain_function_of
 from layerzero.tuning.measurement.jobs import Shape, operations_named
 from layerzero.tuning.measurement.timing import Deadline
@@ -175,43 +174,14 @@ def pretend(installed: Mapping[str, str], missing: Iterable[str]) -> dict[str, s
 
     Raises: ValueError for a library that no backend asks for, or an unreadable version.
     """
-    known = _known()
+    known = known_libraries()
     libraries = {
         name: version for names in known.values() for name in names if (version := probe.installed_version(name))
     }
     for name in missing:
-        for spelling in _spellings(name, known, "--without"):
+        for spelling in spellings(name, known, "--without"):
             libraries.pop(spelling, None)
-    for name, version in installed.items():
-        try:
-            Version(version)
-        except InvalidVersion:
-            raise ValueError(f"--with {name}: wanted a version like 3.0.0, got {version!r}") from None
-        libraries |= dict.fromkeys(_spellings(name, known, "--with"), version)
-    return libraries
-
-
-def _known() -> dict[str, set[str]]:
-    """Every name that a backend looks for, without dashes and capitals, to its spellings."""
-    known: dict[str, set[str]] = {}
-    for backend in REGISTRY.backends():
-        required = [match[0] for each in backend.demands if (match := re.match(r"[A-Za-z0-9_.-]+", each))]
-        for name in filter(None, (*backend.distributions, *required)):
-            if name not in ("cuda", "rocm"):  # the device says these
-                known.setdefault(_normal(name), set()).add(name)
-    return known
-
-
-def _spellings(name: str, known: Mapping[str, set[str]], flag: str) -> set[str]:
-    if _normal(name) not in known:
-        names = sorted({min(spellings) for spellings in known.values()})
-        near = nearest(name, names) or f"; known: {', '.join(names)}"
-        raise ValueError(f"{flag}: no kernel needs a library {name!r}{near}")
-    return known[_normal(name)]
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return libraries | named_libraries(installed, "--with")
 
 
 def drop_in_question(flags: CallFlags, of: DropIn) -> CallQuestion:

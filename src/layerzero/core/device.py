@@ -186,6 +186,29 @@ class Device:
         return named(name)
 
 
+def device_here(device: object = None) -> torch.device:
+    """The device of this machine that is wanted; the current GPU if None, the CPU where there is none.
+
+    Raises: ValueError for what names no device, and for one that is not here: ``meta`` runs nothing.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target: torch.device = torch.device(device)  # type: ignore[call-overload]  # anything may come
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"device: wanted a device such as cpu, cuda or cuda:1, got {device!r}") from None
+    found = torch.accelerator.current_accelerator(check_available=True)
+    there = "cpu" if found is None else f"cpu or {found.type}"
+    why = "" if target.type in there.split() else "no kernel runs there"
+    try:
+        Device.detect(target)
+    except ValueError as error:
+        why = str(error.__cause__).partition("\n")[0]
+    if why:
+        raise ValueError(f"device: wanted a device of this machine ({there}), got {str(target)!r}: {why}")
+    return target
+
+
 @functools.cache
 def _detect(device_type: str, index: int) -> Device:
     if device_type == "cuda":

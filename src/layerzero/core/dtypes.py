@@ -49,10 +49,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_named(name: str | torch.dtype) -> torch.dtype:
     """Find a dtype by name (``bfloat16``, ``bf16``, ``torch.bfloat16``).
 
-    Raises: ValueError if the name is unknown; the message lists the known ones.
+    Raises: ValueError if the name is unknown; the message lists the known ones. TypeError for what is no name.
     """
     if isinstance(name, torch.dtype):
         return name
+    if not isinstance(name, str):
+        raise TypeError(f"dtype: wanted a dtype or its name, such as 'bfloat16', got {name!r}")
     plain = name.removeprefix("torch.")
     plain = _SHORT.get(plain, plain)
     if plain not in DTYPES:

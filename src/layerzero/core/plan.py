@@ -279,6 +279,16 @@ class Plan:
         """The plan itself: it holds code of this process, and no call changes what it computes."""
         return self
 
+    def __copy__(self) -> Plan:
+        """The plan itself, too."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"Plan: wanted something that another process can read, got the plan of {self.kernel.id}, which holds code "
+            "of this one; pickle plan.report, or keep choices in a file with lz.freeze"
+        )
+
     @property
     def kernel_id(self) -> str:
         """Id of the kernel."""

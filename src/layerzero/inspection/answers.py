@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 import torch
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
@@ -26,7 +28,7 @@ from layerzero.engine.functions import CALLS
 from layerzero.engine.isolation import APART
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
 from layerzero.engine.policy import Policy, covers
-from layerzero.engine.probe import Machine
+from layerzero.engine.probe import Machine, check_requirement
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
 from layerzero.engine.transforms import call_state
@@ -58,16 +60,16 @@ def explain(
             stands for the call of ``lz.attention`` that it makes.
         args, kwargs: the function's arguments. Tensors on ``meta`` will do.
         device: ask about another device, by name (``"H100"``) or description.
-        libraries: ask about other installed libraries: distribution name to version.
+        libraries: ask about other installed libraries: distribution name to version, in any spelling of the name.
         capturing: ask as if a CUDA graph were being captured.
     Raises: InvalidCallError for a call that means nothing, or one that ``lz.scaled_dot_product_attention`` leaves to
         torch's own function, with the reason; UnknownOperationError for an unknown operation; KeyError for an unknown
-        device; TypeError for what names no function.
+        device; ValueError for a library that no kernel needs; TypeError for what names no function.
     """
     if isinstance(device, str):
         device = described(device)
     machine = None if device is None else probe.with_device(device)
-    machine = machine if libraries is None else Machine(device, libraries)
+    machine = machine if libraries is None else Machine(device, named_libraries(libraries))
     if isinstance(operation, Facts):
         if args or kwargs:
             raise InvalidCallError("explain", ["facts stand for a whole call: wanted no further arguments, got some"])
@@ -134,6 +136,40 @@ def _explain_plain(
 def described(name: str) -> Device:
     """A device by name: ``cpu``, ``cuda``, ``cuda:1`` are this machine's, ``H100`` and the like need not be here."""
     return Device.detect(name) if name.partition(":")[0] in ("cpu", "cuda") else Device.named(name)
+
+
+def named_libraries(libraries: Mapping[str, str], said: str = "libraries") -> dict[str, str]:
+    """Libraries and versions by every name that kernels look for.
+
+    Raises: ValueError for a library that no kernel needs, naming the nearest, or an unreadable version.
+    """
+    known, found = known_libraries(), dict[str, str]()
+    for name, version in libraries.items():
+        try:
+            Version(version)
+        except (InvalidVersion, TypeError):
+            raise ValueError(f"{said} {name}: wanted a version like 3.0.0, got {version!r}") from None
+        found |= dict.fromkeys(spellings(name, known, said), version)
+    return found
+
+
+def known_libraries() -> dict[str, set[str]]:
+    """Every name that a kernel's library is looked for by, without dashes and capitals, to its spellings."""
+    known: dict[str, set[str]] = {}
+    for backend in REGISTRY.backends():
+        required = [check_requirement(each)[0] for each in backend.demands]
+        for name in {*backend.distributions, *required} - {"", "cuda", "rocm", "driver"}:  # the device says these
+            known.setdefault(canonicalize_name(name), set()).add(name)
+    return known
+
+
+def spellings(name: str, known: Mapping[str, set[str]], said: str) -> set[str]:
+    """The names of a library. Raises: ValueError for what no kernel needs, naming the nearest."""
+    if canonicalize_name(str(name)) not in known:
+        names = sorted({min(spellings) for spellings in known.values()})
+        near = nearest(str(name), names) or f"; known: {', '.join(names)}"
+        raise ValueError(f"{said}: no kernel needs a library {name!r}{near}")
+    return known[canonicalize_name(name)]
 
 
 def which(operation: Named | Facts, *args: Any, **kwargs: Any) -> dict[str, object]:

@@ -219,6 +219,13 @@ def facts_of(
     return FactsBuilder(found.operation).of_valid(found.arguments, device=device, layout=found.layout)
 
 
+def listed(shapes: Any) -> Sequence[Any]:
+    """Shapes as a list. Raises: TypeError for what is none, as one number."""
+    if not isinstance(shapes, (tuple, list)):
+        raise TypeError(f"shapes: wanted a list of shapes, such as [(4, 64)], got {told(shapes)}")
+    return shapes
+
+
 def as_shapes(shape: Sequence[int] | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The shape of one tensor, or of several, as a list of shapes. Raises: ValueError for what is neither."""
     given: Any = shape if isinstance(shape, (tuple, list)) else ("no sequence",)

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 import torch
 
+from layerzero.core.device import device_here
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
@@ -252,7 +253,7 @@ def readiness_check(
     Raises: ValueError for a file that is no manifest, of another model, or of other devices alone, and for a word that
         names no set.
     """
-    looked = Looked(str(_target(device)), sets=sets)
+    looked = Looked(str(device_here(device)), sets=sets)
     before = tuple(check(looked) for check in BEFORE)
     if any(each.state is PartState.NOT_READY for each in before):
         return Readiness(0, parts=before)
@@ -262,10 +263,6 @@ def readiness_check(
     return replace(found, parts=(*before, *(check(looked) for check in PARTS)))
 
 
-def _target(device: str | torch.device | None) -> torch.device:
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def _builds(
     manifest: str | os.PathLike[str] | None = None,
     model: str = "",
@@ -273,7 +270,7 @@ def _builds(
     reports: list[tuple[str, Report]] | None = None,
 ) -> Readiness:
     """What is built of what calls would choose; the report of each call comes into ``reports``."""
-    target = _target(device).type
+    target = device_here(device).type
     if model and manifest is None:
         raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
     jobs = every_call(target) if manifest is None else every_call_of_file(manifest, target, model=model)

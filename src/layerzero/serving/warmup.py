@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core.device import Device
+from layerzero.core.device import Device, device_here
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -31,7 +31,7 @@ from layerzero.engine.jit import BUILT, BuildIdentity, BuildOutcome, build_of
 from layerzero.engine.proofs import SETTING
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.agreement import agreeing
-from layerzero.ops.calls import accepted, function_for
+from layerzero.ops.calls import accepted, function_for, listed
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.own_builds import outcome_of, wanted
 from layerzero.tuning.measurement.jobs import Job, Shape, check_params, jobs_of_cases, jobs_of_shape, operations_named
@@ -147,7 +147,7 @@ def warmup(
         measured on these calls, as ``lz.tune`` does. Ranks agree where this ends, if ``distributed_selection`` says so
         (:func:`layerzero.agree`), and raise as that does.
     """
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = device_here(device)
     jobs = _asked(operation, shapes, dtype, target.type, manifest, model, params)
     warmed = Warmed()
     if target.type == "cpu":  # a GPU's allocator says so instead
@@ -251,7 +251,7 @@ def _jobs(operation: str, shapes: Sequence[Shape] | None, dtype: str, params: Ma
     given, layout = {**implied, **params}, params.get("layout")
     if shapes is None:
         return list(jobs_of_cases(names, [dtype], layout))
-    return [job for shape in shapes for job in jobs_of_shape(names, shape, dtype, given, layout)]
+    return [job for shape in listed(shapes) for job in jobs_of_shape(names, shape, dtype, given, layout)]
 
 
 def _bound(job: Job, device: torch.device, params: Mapping[str, Any]) -> tuple[Dispatcher, dict[str, Any]]:

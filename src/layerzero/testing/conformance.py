@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero.core.device import Device
+from layerzero.core.device import Device, device_here
 from layerzero.core.errors import LayerZeroError
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import home_of
@@ -230,7 +230,7 @@ def run(
         does not even start.
     """
     started = time.perf_counter()
-    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = str(device_here(device))
     report = ConformanceReport(seed, target)
     named = (None if kernels is None else list(kernels), None if backends is None else list(backends))
     ask = Ask(*named, operation, target, seed, calls, list(modules))

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec
 import msgspec
 import torch
 
-from layerzero.core.device import Device
+from layerzero.core.device import device_here
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Case
@@ -28,6 +28,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import ranks_choose
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.agreement import agreeing, is_first
+from layerzero.ops.calls import listed
 from layerzero.tuning.measurement import workload
 from layerzero.tuning.measurement.clocks import clock_of, current
 from layerzero.tuning.measurement.contest import Contest
@@ -107,7 +108,7 @@ def asked_jobs(
             raise ValueError(f"shapes: wanted sizes, or 'cases' for the operations' own, got {shapes!r}")
         return list(jobs_of_cases(names, dtypes, layout, params))
     if shapes is not None:
-        asked = [(shape, dtype) for dtype in dtypes for shape in shapes]
+        asked = [(shape, dtype) for dtype in dtypes for shape in listed(shapes)]
         return [job for shape, dtype in asked for job in jobs_of_shape(names, shape, dtype, implied, layout)]
     jobs = default_grid(device, dtypes, narrow=narrow)
     if not narrow:
@@ -275,8 +276,7 @@ def tune(
     Raises: KeyError or ValueError for operations, shapes, dtypes or files that mean nothing; what ``lz.agree`` does.
     """
     deadline = Deadline(budget_s)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    Device.detect(target)  # says so where there is none
+    target = device_here(device)
     if isinstance(operation, str):
         jobs = asked_jobs(
             operation,

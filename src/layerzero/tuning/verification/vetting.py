@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import torch
 
-from layerzero.core.device import Device
+from layerzero.core.device import Device, device_here
 from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
 from layerzero.core.facts import Facts
@@ -44,7 +44,7 @@ from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import taken
 from layerzero.ops import function_of
-from layerzero.ops.calls import as_shapes, case_of_shapes
+from layerzero.ops.calls import as_shapes, case_of_shapes, listed
 from layerzero.testing.children import BUILD_S, START_S, End, Task, run_apart
 from layerzero.testing.process import apart_on, by_device
 from layerzero.tuning.verification.child import ChildTask, Reply, homes
@@ -169,10 +169,10 @@ def vet(
             )
         proofs = plain_pairs(operation, params, [*(kernels or ()), *(backends or ())], again=again)
         return vet_calls(proofs, modules=modules, timeout_s=timeout_s, progress=progress)
-    target = Device.detect(str(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+    target = Device.detect(device_here(device))
     chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, kernels, backends, target, graph=graph)]
     dtypes = None if dtype is None else [dtype_named(dtype)]
-    found = class_pairs(chosen, operation, target, shapes, dtypes, graph=graph)
+    found = class_pairs(chosen, operation, target, shapes and listed(shapes), dtypes, graph=graph)
     pairs = [pair for pair in found if again or not is_known(*pair, graph=graph)]
     return vet_calls(pairs, modules=modules, timeout_s=timeout_s, progress=progress, graph=graph)
 
