@@ -41,7 +41,7 @@ from layerzero.engine.frozen_choices import Frozen, History, yet_to_agree
 from layerzero.engine.fusion import FUSING
 from layerzero.engine.health import Health
 from layerzero.engine.judgements import Later, Standings
-from layerzero.engine.pick import pick, priority_decides, ranked, require, tell_choice, with_every_reason
+from layerzero.engine.pick import pick, priority_decides, ranked, require, with_every_reason
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY, Registry
@@ -384,11 +384,7 @@ class Dispatcher:
         if plan.report.facts["capturing"]:
             graph_capture.keep(plan)
             logging_once.tell_capture(plan)
-        departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
-        if departed is not None:
-            logging_once.tell_departure(plan, departed)
-        if policy.log_selections:
-            tell_choice(plan)
+        logging_once.tell_choice(plan, policy, self.engine.frozen)
         if plan.kernel.is_reference and policy.enabled:
             empty = any(0 in tensor.shape for tensor in plan.report.facts.tensors.values())
             if not empty:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import warnings
 
 from layerzero.core.errors import LayerZeroFallbackWarning, LayerZeroPerformanceWarning, LayerZeroWarning
@@ -13,7 +14,9 @@ from layerzero.core.system import forking
 from layerzero.core.system.memory import FREE, mib
 from layerzero.engine import headroom, proofs
 from layerzero.engine.events import EVENTS
+from layerzero.engine.frozen_choices import Frozen
 from layerzero.engine.health import Health
+from layerzero.engine.pick import PLACE
 from layerzero.engine.policy import Policy
 
 log = logging.getLogger("layerzero")
@@ -55,6 +58,26 @@ def tell_departure(plan: Plan, text: str) -> None:
     """Say once for each kernel and operation that a frozen choice could not be kept."""
     EVENTS.tell("departure", plan.kernel, plan.report.facts, reason=text)
     _once((plan.kernel.id, f"frozen {plan.report.operation}"), f"{text}. lz.frozen() lists it.")
+
+
+def tell_choice(plan: Plan, policy: Policy, frozen: Frozen | None) -> None:
+    """Say that a new plan departs from a frozen choice; and what it runs if that is wanted, and where, if it is known.
+
+    Through logging where the program listens to it at INFO; else on the error stream, since asking for it in a shell
+    must not need a line of code.
+    """
+    departed = None if frozen is None else frozen.chose(plan, policy)
+    if departed is not None:
+        tell_departure(plan, departed)
+    if not policy.log_selections:
+        return
+    place = PLACE.get()
+    changes = f" ({'; '.join(plan.transforms)})" if plan.transforms else ""
+    text = f"{plan.report.operation} -> {plan.kernel.id}{changes}{f' in {place}' if place else ''}"
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info("%s", text)
+    else:
+        sys.stderr.write(f"layerzero: {text}\n")
 
 
 def tell_adaptations(plan: Plan, policy: Policy) -> None:

@@ -8,9 +8,7 @@ that it was made under, which do not change. Nor are all reasons of a refused ke
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
@@ -23,7 +21,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger, Libraries
 from layerzero.core.operation import Routed
-from layerzero.core.plan import Candidate, Plan, Report
+from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine import fusion, isolation, legality, proofs
 from layerzero.engine.judgements import Later
@@ -233,25 +231,8 @@ def _bound(report: Report) -> tuple[str, ...]:
     return tuple(each.kernel.id for each in report.candidates[:1]) if report.locked else ()
 
 
-log = logging.getLogger("layerzero")
-
 PLACE: ContextVar[str] = ContextVar("layerzero_place", default="")
 """The path of the module that a call is made in, as far as somebody follows a model (``lz.trace``)."""
-
-
-def tell_choice(plan: Plan) -> None:
-    """Say what a new plan runs, and where, if that is known.
-
-    Through logging where the program listens to it at INFO; else on the error stream, since asking for it in a shell
-    must not need a line of code.
-    """
-    place = PLACE.get()
-    changes = f" ({'; '.join(plan.transforms)})" if plan.transforms else ""
-    text = f"{plan.report.operation} -> {plan.kernel.id}{changes}{f' in {place}' if place else ''}"
-    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
-        log.info("%s", text)
-    else:
-        sys.stderr.write(f"layerzero: {text}\n")
 
 
 SHAPES_ONLY = "shapes only: judged as on "

@@ -23,7 +23,7 @@ from layerzero.engine import failures, legality, logging_once, probe
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Engine
 from layerzero.engine.events import EVENTS
-from layerzero.engine.pick import require, tell_choice
+from layerzero.engine.pick import require
 from layerzero.engine.policy import Policy
 from layerzero.engine.probe import Machine
 from layerzero.ops import PLAIN_FUNCTIONS
@@ -78,11 +78,7 @@ class PlainDispatcher:
                 failed.add(chosen.kernel.id)
                 continue
             plan = Plan(chosen.kernel, report, "kernel(items)", _nothing, run, proved=True, direct=run)
-            departed = self.engine.frozen.chose(plan, policy) if self.engine.frozen is not None else None
-            if departed is not None:
-                logging_once.tell_departure(plan, departed)
-            if policy.log_selections:
-                tell_choice(plan)
+            logging_once.tell_choice(plan, policy, self.engine.frozen)
             EVENTS.selected(plan, began_ns)
             return plan
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ContextDecorator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from layerzero.core.errors import PolicyError
 from layerzero.core.system import forking
@@ -15,6 +15,19 @@ from layerzero.engine.settings import SETTINGS, checked
 
 if TYPE_CHECKING:
     from layerzero.engine.config import Configuration
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Let a variable have a value meanwhile, in this thread or task only."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @dataclass(slots=True)

@@ -20,8 +20,9 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.core.system import forking
-from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.dispatch import ENGINE, Watcher
 from layerzero.engine.pick import PLACE, why
+from layerzero.engine.scopes import holding
 
 _OF_COMPILING = "_orig_mod"
 """What ``torch.compile`` puts into the path of a module that it wraps."""
@@ -190,19 +191,22 @@ def trace(model: Any, /, *inputs: Any, **arguments: Any) -> Trace:
     return traced(module, lambda: model(*inputs, **arguments))
 
 
+@contextmanager
+def calls_told(saw: Watcher) -> Iterator[None]:
+    """Tell it of every call that runs meanwhile."""
+    ENGINE.watch(saw)
+    try:
+        yield
+    finally:
+        ENGINE.unwatch(saw)
+
+
 def traced(module: Module, run: Callable[[], object]) -> Trace:
     """Tell which kernels the layers of a module ran, whatever runs it."""
     found = Trace()
-    following = _TRACED.set(found)
-    try:
-        with found._follow(module), torch.compiler.set_stance("force_eager"):
-            ENGINE.watch(found._saw)
-            try:
-                run()
-            finally:
-                ENGINE.unwatch(found._saw)
-    finally:
-        _TRACED.reset(following)
+    following = holding(_TRACED, found), found._follow(module), torch.compiler.set_stance("force_eager")
+    with following[0], following[1], following[2], calls_told(found._saw):
+        run()
     return found
 
 

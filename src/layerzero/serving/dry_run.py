@@ -18,6 +18,7 @@ from layerzero.core.device import Device
 from layerzero.core.plan import Report
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
+from layerzero.engine.scopes import holding
 from layerzero.engine.transforms import ELSEWHERE, Elsewhere
 from layerzero.inspection.answers import described
 from layerzero.inspection.plan_document import libraries_of
@@ -113,12 +114,8 @@ def dry_run(
         assumes.append("nothing is built there yet, so that kernels which compile are refused; lz.warmup builds them")
     given = token_ids(model, batch=1, seq_len=TOKENS) if inputs is None else inputs
     elsewhere = Elsewhere(Machine(target, libraries))
-    following = ELSEWHERE.set(elsewhere)
-    try:
-        with run_on_shapes(model) as run:
-            trace = traced(model, lambda: run(given))
-    finally:
-        ELSEWHERE.reset(following)
+    with holding(ELSEWHERE, elsewhere), run_on_shapes(model) as run:
+        trace = traced(model, lambda: run(given))
     if not _is_meta(model):
         assumes.append("modules that lz.optimize exchanged run their own code where tensors have no memory")
     plans = [each for each in elsewhere.plans.values() if each is not None]

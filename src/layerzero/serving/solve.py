@@ -27,10 +27,12 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import FrozenChoice, choice_of, class_name
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
+from layerzero.engine.scopes import holding
 from layerzero.engine.transforms import ELSEWHERE, Elsewhere
 from layerzero.inspection import plan_document
 from layerzero.inspection.answers import explain
 from layerzero.inspection.freeze import Frost, document
+from layerzero.inspection.trace import calls_told
 from layerzero.serving.background_builds import build_chosen, build_within
 from layerzero.serving.dry_run import called, run_on_shapes, token_ids
 from layerzero.serving.joint_times import chosen_together
@@ -78,11 +80,8 @@ class Seen:
     def of_one(self, names: list[str]) -> Iterator[None]:
         """Collect the names of the calls that are made meanwhile."""
         self._names = {}
-        ENGINE.watch(self.saw)
-        try:
+        with calls_told(self.saw):
             yield
-        finally:
-            ENGINE.unwatch(self.saw)
         names += sorted({*names, *self._names} - {*names})
 
 
@@ -362,12 +361,8 @@ def _calling(model: Module, seen: Seen, *, shapes: bool) -> Iterator[Callable[[A
         if seen.judged is None:
             here = ("cuda" if torch.cuda.is_available() else "cpu") if device.type == "meta" else device
             seen.judged = Elsewhere(Machine(Device.detect(here)))
-        following = ELSEWHERE.set(seen.judged)
-        try:
-            with run_on_shapes(model) as run:
-                yield run
-        finally:
-            ELSEWHERE.reset(following)
+        with holding(ELSEWHERE, seen.judged), run_on_shapes(model) as run:
+            yield run
         return
 
     def real(inputs: Any) -> Any:

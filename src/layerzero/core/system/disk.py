@@ -56,17 +56,24 @@ def open_plain(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     return file
 
 
+@contextmanager
+def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> Iterator[int]:
+    """The same, closed in the end."""
+    file = open_plain(path, flags)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def _wanted(got: str | None) -> str:
     return f"wanted a plain file, got: {got}"
 
 
 def read_plain(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """All that a plain file holds. Raises: OSError, also for one that is larger than ``most_bytes``."""
-    file = open_plain(path)
-    try:
+    with opened(path) as file:
         return read_open(file, most_bytes)
-    finally:
-        os.close(file)
 
 
 def read_open(file: int, most_bytes: int) -> bytes:
@@ -128,11 +135,8 @@ def is_locked(path: str | os.PathLike[str]) -> bool:
 
     Raises: NotPlainError, OSError.
     """
-    file = open_plain(path)
-    try:
+    with opened(path) as file:
         return not lock(file, shared=True)
-    finally:
-        os.close(file)
 
 
 def write_locked(path: Path, data: bytes) -> int:

@@ -103,11 +103,8 @@ class Place:
         """Say so, once it does. Raises: OSError."""
         text = b"%d" % self.end
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        file = disk.open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
+        with disk.opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
             disk.write_all(file, b"%08x %s" % (crc32(text), text))  # unsynced: merging twice does no harm
-        finally:
-            os.close(file)
         temporary.replace(self.path.with_suffix(_AT))
 
 

@@ -364,19 +364,13 @@ class RecordFiles:
         """Remove a file that was being written when its writer died: one that lives holds its lock."""
         path = self.path / file
         try:
-            found = disk.open_plain(path)
+            with disk.opened(path) as found:
+                if disk.lock(found):  # else its writer lives
+                    path.unlink(missing_ok=True)
         except disk.NotPlainError:
             self.set_aside(file)
-            return
         except OSError:  # renamed or swept meanwhile; another user's
             return
-        try:
-            if disk.lock(found):  # else its writer lives
-                path.unlink(missing_ok=True)
-        except OSError:
-            return
-        finally:
-            os.close(found)
 
     def _cannot(self, error: OSError) -> None:
         """Rest for a while, and say once that nothing is kept meanwhile."""

@@ -9,6 +9,7 @@ one file of the cache folder. Hits are not counted: a call counts once a process
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import math
@@ -340,18 +341,11 @@ class CallsMade:
     def _write(self) -> None:
         if not self._waiting or disk.distrust(self.folder):
             return
-        try:
+        with contextlib.suppress(OSError):  # a full disk; the ledger tells of a folder that cannot be written
             disk.make_private(self.folder)
-            lock = disk.open_plain(self.folder / CALLS_LOCK, os.O_RDWR | os.O_CREAT)
-        except OSError:  # the ledger tells of a folder that cannot be written
-            return
-        try:
-            if disk.lock(lock):  # else another process writes
-                self._merge()
-        except OSError:  # the disk is full
-            return
-        finally:
-            os.close(lock)
+            with disk.opened(self.folder / CALLS_LOCK, os.O_RDWR | os.O_CREAT) as lock:
+                if disk.lock(lock):  # else another process writes
+                    self._merge()
 
     def _merge(self) -> None:
         fresh: Counter[bytes] = Counter()

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import layerzero as lz
 from layerzero.core.errors import in_short
+from layerzero.engine.scopes import holding
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.swaps.candidate import distance, outermost, verdict
 from layerzero.integrations.optimize.swaps.swap import Together, trying
@@ -161,12 +162,8 @@ def _compared(found: AttentionOf, run: Callable[[], Any] | None) -> tuple[float 
         except (RuntimeError, TypeError) as raised:  # weights in a dtype that nothing computes in, as float8
             return None, f"it could not be compared without inputs= ({in_short(raised)})"
     else:
-        keeping = COMPARED.set(compare)
-        try:
-            with trying(found):
-                run()
-        finally:
-            COMPARED.reset(keeping)
+        with holding(COMPARED, compare), trying(found):
+            run()
         if not errors:
             return None, "no attention was computed on these inputs"
     return verdict(errors)

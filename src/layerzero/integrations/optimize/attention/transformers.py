@@ -19,7 +19,8 @@ from torch.nn import Module
 from layerzero.core.errors import in_short
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
-from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.scopes import holding
+from layerzero.inspection.trace import calls_told
 from layerzero.integrations.optimize.swaps.candidate import distance, outermost, verdict
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, Workload, example_run
@@ -310,12 +311,8 @@ def seeing(swap: AttentionSwap) -> Iterator[dict[int, Seen]]:
     """Let every attention of a model be seen, by the identity of its module."""
     found: dict[int, Seen] = {}
     _know_comparison()
-    keeping = _SEEN.set(found)
-    try:
-        with swap.meanwhile(COMPARED):
-            yield found
-    finally:
-        _SEEN.reset(keeping)
+    with holding(_SEEN, found), swap.meanwhile(COMPARED):
+        yield found
 
 
 def comparing(
@@ -371,14 +368,8 @@ def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None,
             kernels[plan.kernel_id] = None
             _LAST.set(plan.kernel_id)
 
-    keeping = _ERRORS.set(errors)
-    ENGINE.watch(saw)
-    try:
-        with swap.meanwhile(COMPARED):
-            run()
-    finally:
-        ENGINE.unwatch(saw)
-        _ERRORS.reset(keeping)
+    with holding(_ERRORS, errors), calls_told(saw), swap.meanwhile(COMPARED):
+        run()
     if not errors:
         return None, "no attention was computed on these inputs"
     worst, why = verdict(errors)

@@ -22,7 +22,7 @@ from torch.nn import Dropout, Identity, Module
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
-from layerzero.engine.dispatch import ENGINE
+from layerzero.inspection.trace import calls_told
 from layerzero.integrations.optimize.attention.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.layers import encoders
@@ -267,8 +267,7 @@ def _tried(
     def saw(_: Function, plan: Plan) -> None:
         ran[plan.kernel_id] = None
 
-    ENGINE.watch(saw)
-    try:
+    with calls_told(saw):
         for name, make in forms:
             ran.clear()
             swap = Swap(module, made.forward, make())
@@ -280,8 +279,6 @@ def _tried(
             least = min(least, error)
             if agrees(error, hidden[0].dtype):
                 return Replaced(path, cls, "layer", made.calls, ", ".join(ran), error, swap), name
-    finally:
-        ENGINE.unwatch(saw)
     by = f" by {', '.join(tried)}" if tried else ""
     nearest = f"the nearest is off by {least:.2g}"
     if least == float("inf"):

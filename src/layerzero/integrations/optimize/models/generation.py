@@ -14,6 +14,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import refuse
+from layerzero.engine.scopes import holding
 from layerzero.integrations.optimize.attention.dynamic_cache import name_of
 from layerzero.ops.sampling.declare import LEAST, MOST_SEED
 from layerzero.ops.sampling.formulas import TEMPERATURES
@@ -58,13 +59,9 @@ def generate_step(
     """
     _check(cache, tokens, more, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     drawing = Drawing(temperature, top_k, top_p, min_p, seed)
-    token = DRAWING.set(drawing)
     before = cache.get_seq_length()
-    try:
-        with torch.no_grad():
-            logits = model(input_ids=tokens, use_cache=True, **{name_of(model): cache}, **more).logits
-    finally:
-        DRAWING.reset(token)
+    with holding(DRAWING, drawing), torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=True, **{name_of(model): cache}, **more).logits
     if drawing.ids is None:
         with torch.no_grad():
             drawing.draw(logits[:, -1], int(before) + tokens.shape[1] - 1)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from layerzero.engine.config import current_policy
+from layerzero.engine.scopes import holding
 from layerzero.engine.transforms import in_transform
 from layerzero.integrations.optimize.attention.transformers import NAME, configs_of
 from layerzero.integrations.optimize.swaps.stamp import Stamp, recorded
@@ -364,11 +365,8 @@ _NOTED: ContextVar[list[Rows] | None] = ContextVar("layerzero_padding", default=
 def noted() -> Iterator[list[Rows]]:
     """Where the real tokens of the calls lie that are computed without padding meanwhile."""
     found: list[Rows] = []
-    keeping = _NOTED.set(found)
-    try:
+    with holding(_NOTED, found):
         yield found
-    finally:
-        _NOTED.reset(keeping)
 
 
 def without_padding(padded: Iterable[Rows], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -21,6 +21,7 @@ from torch.nn import Module
 import layerzero as lz
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, LayerZeroWarning, NoKernelFoundError, in_short
 from layerzero.core.graph_capture import capturing
+from layerzero.engine.scopes import holding
 from layerzero.integrations.optimize.attention import dynamic_cache
 from layerzero.integrations.optimize.attention.transformers import NAME, Search
 from layerzero.integrations.optimize.models.generation import DRAWING, Drawing, Numbers
@@ -237,16 +238,13 @@ class Steps(State):
 
     def _call(self, held: Held, places: int, attend: Callable[..., Tensor]) -> Any:
         memory = held.memory
-        token = ONE_TOKEN.set(attend)
-        try:
+        with holding(ONE_TOKEN, attend):
             return stock_forward(self._model)(
                 input_ids=memory.ids,
                 position_ids=memory.positions,
                 use_cache=True,
                 **{dynamic_cache.name_of(self._model): step_cache(memory, held, places)},
             )
-        finally:
-            ONE_TOKEN.reset(token)
 
     def _on_host(self, held: Held) -> Any:
         """As much of the memory as is used, as a view."""
