@@ -9,6 +9,7 @@ elementwise.cast         the same numbers in another dtype
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -201,32 +202,29 @@ def _residual_problems(arguments: dict[str, Any]) -> list[str]:
 _WIDTHS = (1, 2, 3, 7, 8, 16, 33, 64, 100, 257, 1536)
 
 
-def _drawn(*more: str) -> Callable[[Draw, torch.dtype], dict[str, Any]]:
-    def drawn(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-        shape = (*draw.leading((0, 1, 2, 3), (1, 6, 3, 1)), draw.of(_WIDTHS))
-        arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal(shape, dtype))}
-        draw.poison(arguments, ("input",))
-        if "bias" in more:
-            arguments["bias"] = draw.laid_out(draw.normal(shape[-1:], dtype))
-        if "temperature" in more and draw.chance(0.5):
-            arguments["temperature"] = draw.of((0.5, 1.5, 2))
-        if "out_dtype" in more:
-            arguments["out_dtype"] = draw.of((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-        if "residual" in more:
-            arguments["residual"] = draw.laid_out(draw.normal(shape, dtype), expand=False)
-            form = draw.of(("none", "one", "rows"))
-            if form == "one":
-                arguments["scale"] = draw.of((0.5, -1.25, 2))
-            elif form == "rows":
-                arguments["scale_by_row"] = draw.laid_out(draw.uniform(shape[:-1], torch.float32))
-        return arguments
-
-    return drawn
+def _drawn(more: str, draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    shape = (*draw.leading((0, 1, 2, 3), (1, 6, 3, 1)), draw.of(_WIDTHS))
+    arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal(shape, dtype))}
+    draw.poison(arguments, ("input",))
+    if more == "bias":
+        arguments["bias"] = draw.laid_out(draw.normal(shape[-1:], dtype))
+    if more == "temperature" and draw.chance(0.5):
+        arguments["temperature"] = draw.of((0.5, 1.5, 2))
+    if more == "out_dtype":
+        arguments["out_dtype"] = draw.of((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+    if more == "residual":
+        arguments["residual"] = draw.laid_out(draw.normal(shape, dtype), expand=False)
+        form = draw.of(("none", "one", "rows"))
+        if form == "one":
+            arguments["scale"] = draw.of((0.5, -1.25, 2))
+        elif form == "rows":
+            arguments["scale_by_row"] = draw.laid_out(draw.uniform(shape[:-1], torch.float32))
+    return arguments
 
 
 OPERATIONS = (ADD_BIAS, ADD, SCALED_ADD, SOFTMAX, CAST)
 FUNCTIONS = (
-    function("add_bias", ADD_BIAS, fits=_axis_problems, draw=_drawn("bias"), weight=1),
+    function("add_bias", ADD_BIAS, fits=_axis_problems, draw=functools.partial(_drawn, "bias"), weight=1),
     function(
         "add_residual_",
         *(ADD, SCALED_ADD),
@@ -236,10 +234,12 @@ FUNCTIONS = (
         ),
         values=_scale_problems,
         fits=_residual_problems,
-        draw=_drawn("residual"),
+        draw=functools.partial(_drawn, "residual"),
         weight=1,
         renamed={"row_scale": "scale"},
     ),
-    function("softmax", SOFTMAX, fits=_axis_problems, draw=_drawn("temperature"), weight=1),
-    function("cast", CAST, values=_dtype_problems, fits=_axis_problems, draw=_drawn("out_dtype"), weight=1),
+    function("softmax", SOFTMAX, fits=_axis_problems, draw=functools.partial(_drawn, "temperature"), weight=1),
+    function(
+        "cast", CAST, values=_dtype_problems, fits=_axis_problems, draw=functools.partial(_drawn, "out_dtype"), weight=1
+    ),
 )

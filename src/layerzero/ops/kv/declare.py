@@ -9,6 +9,7 @@ Random calls have any memory, and places in any order, none of them twice.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -110,7 +111,7 @@ APPEND = writing(
     ),
     note=layout_record.note,
     examples=_positions,
-    work=moved("batch", "seq"),
+    work=functools.partial(moved, ("batch", "seq")),
     sweep=_rows_sweep,
     **EXACT,
 )
@@ -154,7 +155,7 @@ GATHER = writing(
     axes=(_TOKENS, _PAGES, *_HEADS),
     cases=SLOTS,
     fake=None,
-    work=moved("tokens"),
+    work=functools.partial(moved, ("tokens",)),
     sweep=slots_sweep("tokens", STEPS),
     **EXACT,
 )
@@ -202,7 +203,7 @@ COPY_BLOCKS = writing(
         slots_case("llama3_8b_16", ("copied_pages", 16), 1024, 8, 128),
     ),
     examples=_page_numbers,
-    work=moved("copied_pages", "page_size"),
+    work=functools.partial(moved, ("copied_pages", "page_size")),
     sweep=slots_sweep("copied_pages", (1, 64)),
     **EXACT,
 )
@@ -258,7 +259,7 @@ APPEND_QUANTIZED = writing(
     guard=quantized.guard,
     note=layout_record.note,
     examples=quantized.examples,
-    work=moved("tokens"),
+    work=functools.partial(moved, ("tokens",)),
     sweep=slots_sweep("tokens", STEPS),
 )
 

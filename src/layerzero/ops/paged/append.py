@@ -5,6 +5,8 @@ kv.append.paged   tokens into slots
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -54,16 +56,10 @@ def slots(*, distinct: bool) -> TensorSchema:
     return TensorSchema("slot_mapping", ("tokens",), INT64, same_dtype=False, **more)
 
 
-def moved(*counts: str) -> Callable[[Mapping[str, Any]], Work]:
+def moved(counts: Sequence[str], facts: Mapping[str, Any]) -> Work:
     """The work of reading and writing each number once."""
-
-    def work(facts: Mapping[str, Any]) -> Work:
-        elements = facts["kv_heads"] * (facts["head_dim"] + facts["value_dim"])
-        for name in counts:
-            elements *= facts[name]
-        return Work(0.0, 2.0 * elements * facts["dtype"].itemsize)
-
-    return work
+    elements = facts["kv_heads"] * (facts["head_dim"] + facts["value_dim"]) * math.prod(facts[each] for each in counts)
+    return Work(0.0, 2.0 * elements * facts["dtype"].itemsize)
 
 
 def _nothing(*_: object, **__: object) -> None:
@@ -174,7 +170,7 @@ APPEND_PAGED = writing(
         slots_case("prefill", ("tokens", 2048), 1024, 8, 128),
     ),
     note=layout_record.note,
-    work=moved("tokens"),
+    work=functools.partial(moved, ("tokens",)),
     sweep=slots_sweep("tokens", STEPS, ((8, 128), (16, 64))),
     **EXACT,
 )

@@ -121,7 +121,7 @@ def judged_by_pairs(reference: Callable[..., Sequence[Tensor]], names: Sequence[
 
 
 def norm_examples(
-    case_: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None, width: int
+    case_: Case, dtype: torch.dtype, device: torch.device, generator: Random, width: int
 ) -> dict[str, Tensor]:
     """Weights of norms as trained ones are: near 1, where one is not added to them."""
     if device.type == "meta":
@@ -135,9 +135,7 @@ def norm_examples(
     return {"q_weight": weight(), "k_weight": weight()}
 
 
-def _examples(
-    case_: Case, dtype: torch.dtype, device: torch.device, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def _examples(case_: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     made = rope_examples(case_, dtype, device, generator)
     return made | norm_examples(case_, dtype, device, generator, case_.sizes["head_dim"])
 

@@ -6,7 +6,7 @@ Calls on logits before and after a draw have places that were said twice, not at
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,18 +75,15 @@ def _randomness(draw: Draw, name: str, rows: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-def _drawn(name: str, *more: Callable[[Draw, tuple[int, ...]], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    def draw_call(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-        arguments = _source(draw, dtype, name)
-        rows = tuple(arguments[name].shape[:-1])
-        for each in more:
-            arguments |= each(draw, rows)
-        random = _randomness(draw, name, rows)
-        if "seed_by_row" in arguments:  # which takes the place of both
-            random = {name: value for name, value in random.items() if name not in ("seed", "generator")}
-        return arguments | random
-
-    return draw_call
+def _drawn(name: str, more: Sequence[Callable[..., dict[str, Any]]], draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    arguments = _source(draw, dtype, name)
+    rows = tuple(arguments[name].shape[:-1])
+    for each in more:
+        arguments |= each(draw, rows)
+    random = _randomness(draw, name, rows)
+    if "seed_by_row" in arguments:  # which takes the place of both
+        random = {name: value for name, value in random.items() if name not in ("seed", "generator")}
+    return arguments | random
 
 
 def _any_of_three(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
@@ -101,10 +98,10 @@ def _any_of_three(draw: Draw, rows: tuple[int, ...]) -> dict[str, Any]:
 def drawing(kind: str, name: str) -> Callable[..., dict[str, Any]]:
     """What draws calls of a function, by the kind of its operation and the name of its first tensor."""
     if kind == "categorical":
-        return _drawn(name, _any_of_three)
+        return functools.partial(_drawn, name, (_any_of_three,))
     counts = (_counts,) if kind.startswith("topk") else ()
     shares = (functools.partial(_shares, "min_p" if kind == "minp" else "top_p"),) if kind.endswith("p") else ()
-    return _drawn(name, *counts, *shares)
+    return functools.partial(_drawn, name, (*counts, *shares))
 
 
 def greedy(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
