@@ -105,7 +105,7 @@ def test_one_thread_chooses_and_the_others_get_what_it_got():
 
         def ask():
             try:
-                results.append(flights.once("key", choose))
+                results.append(flights.shared("key", choose))
             except lz.PolicyError as error:
                 results.append(str(error))
 
@@ -124,10 +124,10 @@ def test_one_thread_chooses_and_the_others_get_what_it_got():
 
 def test_a_chooser_that_asks_again_does_not_wait_for_itself():
     flights = Flights()
-    assert flights.once("key", lambda: flights.once("key", lambda: "inner")) == "inner"
+    assert flights.shared("key", lambda: flights.shared("key", lambda: "inner")) == "inner"
     flights._flights["key"] = object()  # as of a thread that a fork left behind
     flights.forget()
-    assert flights.once("key", lambda: "again") == "again"
+    assert flights.shared("key", lambda: "again") == "again"
 
 
 def test_a_fork_in_the_middle_of_a_choice_leaves_a_child_that_chooses():
@@ -135,11 +135,11 @@ def test_a_fork_in_the_middle_of_a_choice_leaves_a_child_that_chooses():
 import os, threading, torch, layerzero as lz
 from layerzero.engine.cache import FLIGHTS
 started, go = threading.Event(), threading.Event()
-thread = threading.Thread(target=lambda: FLIGHTS.once("key", lambda: (started.set(), go.wait())))
+thread = threading.Thread(target=lambda: FLIGHTS.shared("key", lambda: (started.set(), go.wait())))
 thread.start(); started.wait()
 child = os.fork()
 if child == 0:
-    FLIGHTS.once("key", lambda: "plan")
+    FLIGHTS.shared("key", lambda: "plan")
     os._exit(0)
 go.set(); thread.join()
 assert os.waitpid(child, 0)[1] == 0

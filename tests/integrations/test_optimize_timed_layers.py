@@ -15,7 +15,7 @@ from clock import Clock, Ticking
 from layerzero.integrations.optimize import selection
 from layerzero.integrations.optimize.layers import layer_timing
 from layerzero.integrations.optimize.layers.layer_timing import attention_costs
-from layerzero.integrations.optimize.swaps.reads import Reads
+from layerzero.integrations.optimize.swaps.reads import Listening
 from layerzero.integrations.optimize.swaps.swap import Way
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.timing import Paced, Sizes, Untimed
@@ -92,7 +92,7 @@ class Scaled(nn.Module):
 @quiet
 @pytest.mark.usefixtures("ticking")
 def test_a_module_that_raises_while_it_is_timed_is_taken_out_and_the_others_count(monkeypatch):
-    monkeypatch.setattr(Reads, "why", lambda *_, **__: "")  # as for code that hides from the proof that it compares
+    monkeypatch.setattr(Listening, "why", lambda *_, **__: "")  # as for code that hides from the proof that it compares
     report = lz.optimize(nn.Sequential(Scaled(16, 64), Scaled(32, 65)).eval())
     why = {each.path: each.why for each in report.left}
     assert "it could not be timed against the model's own code (ValueError: too many rows)" in why["0"]

@@ -250,7 +250,7 @@ class Flights:
         self._flights: dict[Hashable, _Flight] = {}
         self._here = threading.local()
 
-    def once(self, key: Hashable, choose: Callable[[], Plan]) -> Plan:
+    def shared(self, key: Hashable, choose: Callable[[], Plan]) -> Plan:
         """The plan that ``choose`` gives, called by one of the threads that ask for a key at the same time.
 
         Raises: what ``choose`` raised, in every thread that waited for it.

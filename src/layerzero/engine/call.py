@@ -210,7 +210,7 @@ class Call:
             # the same errors as everywhere, before torch sees the call
             self.function.route(dict(arguments), current_policy().layout)
             return self._operator(*values)
-        return self.dispatcher.once(arguments)
+        return self.dispatcher.run_unkept(arguments)
 
     def _beside_default_device(self, arguments: dict[str, Any]) -> Any:
         """Run a call under ``torch.set_default_device``: it means nothing to a call with tensors.

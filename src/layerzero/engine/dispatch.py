@@ -262,7 +262,7 @@ class Dispatcher:
 
         if transforms.capturing(tensors):  # a capture does not wait
             return chosen()
-        return FLIGHTS.once((self.function.name, key.exact, id(policy), epoch), chosen)  # which outlives the flight
+        return FLIGHTS.shared((self.function.name, key.exact, id(policy), epoch), chosen)  # which outlives the flight
 
     def _keep(self, key: Key, policy: Policy, epoch: int, plan: Plan) -> None:
         self.engine.history.add(self.function.name, key.exact, plan.report.facts, policy)
@@ -275,7 +275,7 @@ class Dispatcher:
                 conditions = self.engine.frozen.plan.bounded(conditions, plan.report.facts, policy, self.order)
             self.cache.insert(key, plan, policy, epoch, policy.cache_max_size, conditions)
 
-    def once(self, arguments: dict[str, Any]) -> Any:
+    def run_unkept(self, arguments: dict[str, Any]) -> Any:
         """Choose and run without keeping anything: for calls whose arguments make no key."""
         policy = current_policy()
         if any(each.is_meta for each in self.tensors(arguments)):
@@ -312,7 +312,7 @@ class Dispatcher:
         """Answer a plan that raised: another kernel runs where that is safe, else the error reaches the caller."""
         policy = current_policy()
         if isinstance(error, plan_source.PlanUnusableError):
-            return self.once(arguments)
+            return self.run_unkept(arguments)
         if isinstance(error, NotPreparedError):
             return substitutes.run(self, plan, error, arguments)
         tried, failed = set[str](), list[Kernel]()

@@ -269,7 +269,7 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
     if not time.allows("everything, the first run of the model included", RUN):
         report.left.append(Left("", type(root).__name__, NO_TIME))
         return
-    watched = compiled_calls.Watched(root)
+    watched = compiled_calls.CallsOfInputs(root)
     with watching([each for _, each in watched.models], watched.keep):
         before = [] if workload is None else workload.run()
     till_s = time.deadline.spent_s + time.deadline.left_s / 10

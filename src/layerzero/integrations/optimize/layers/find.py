@@ -44,7 +44,7 @@ from layerzero.integrations.optimize.swaps.candidate import (
     unfollowed,
     watching,
 )
-from layerzero.integrations.optimize.swaps.reads import Reads
+from layerzero.integrations.optimize.swaps.reads import Listening
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, trying, weight_of
 from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
@@ -342,7 +342,7 @@ def _expected(
     hidden = [rows * min(1.0, added / 4) for rows in hidden]
     hidden[-1] = extreme(hidden[-1])
     writes = "" if stamp.last.same else WRITES
-    with exchange.stock(), Reads(module) as reads:
+    with exchange.stock(), Listening(module) as reads:
         expected = list(_run(stock, module, hidden, calls, made.cache))
     return hidden, expected, reads.why() or unfollowed(module) or writes
 

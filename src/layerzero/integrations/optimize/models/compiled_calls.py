@@ -19,7 +19,7 @@ from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.models import compiled
 from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
 from layerzero.integrations.optimize.swaps.candidate import agrees, distance, outermost, quiet, refusal, watching
-from layerzero.integrations.optimize.swaps.reads import READS, Reads
+from layerzero.integrations.optimize.swaps.reads import READS, Listening
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import Left, Optimized, Replaced, Timed, switch_all
@@ -68,7 +68,7 @@ def bytes_of(target: Target) -> int:
     return target.state.copy_bytes * sum(len(each.engines) for each in target.calls.values())
 
 
-def compile_calls(search: Search, report: Optimized, watched: Watched) -> list[Target]:
+def compile_calls(search: Search, report: Optimized, watched: CallsOfInputs) -> list[Target]:
     """Compile the calls of a run, while the model is stock, and compare what they give with it."""
     compilers = [each for each in COMPILERS if not compiled.is_denied(each.name) and not each.missing]
     found: list[Target] = []
@@ -95,7 +95,7 @@ def compile_calls(search: Search, report: Optimized, watched: Watched) -> list[T
     return found
 
 
-class Watched:
+class CallsOfInputs:
     """The calls of the models within a module, in a run of the caller's inputs.
 
     Attributes:
@@ -196,7 +196,7 @@ def _engine(
             leaves, spec = pytree.tree_flatten(twin(*others, **named))
         if any(each._version for each in written) or not stamp.last.same:
             return "it writes into its input, its buffers or its attributes"
-        with Reads() as reads:
+        with Listening() as reads:
             twin(*call.others, **call.named)
         if reads.seen and all(each.is_floating_point() for each in tensors):  # masks are tried below
             return READS

@@ -27,7 +27,7 @@ from layerzero.integrations.optimize.swaps.reads import (
     IN_C,
     LIBRARIES,
     TYPES,
-    Reads,
+    Listening,
     functions_of,
     is_called,
     is_object,
@@ -135,7 +135,7 @@ def compared(found: Candidate) -> str:
     flat, stamp = found.example.ndim < 4, Stamp(module, whole=False)
     with quiet(module):
         try:
-            with Reads(module) as reads:
+            with Listening(module) as reads:
                 expected = stock_forward(module)(example, *found.others)
         except Exception as error:  # noqa: BLE001  # a bias of another shape, or whatever else it raises
             return f"its own code does not compute on an example: {in_short(error)}"
@@ -181,7 +181,7 @@ def _elsewhere(found: Candidate) -> Iterator[Tensor]:
         yield (rows * HUGE).view(1, -1, rows.shape[-1]) if found.example.ndim == 3 else rows * HUGE
 
 
-def _agrees(found: Candidate, rows: Tensor, reads: Reads) -> bool:
+def _agrees(found: Candidate, rows: Tensor, reads: Listening) -> bool:
     """Whether both agree on such rows, too, where the module takes them."""
     try:
         with reads:

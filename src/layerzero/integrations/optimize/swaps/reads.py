@@ -348,7 +348,7 @@ class _Python(TorchFunctionMode):
         return found if own else _Size.noted(found, self)
 
 
-class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what the code of a module asks meanwhile, in one block or several; without one, whether numbers are read.
 
     Attributes:
