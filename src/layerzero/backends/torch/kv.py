@@ -117,17 +117,8 @@ def _over_gathered(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) ->
     attend = load(facts)
     page_size = facts.size("page_size")
 
-    def run(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        *rest: Tensor,
-        narrow_query: bool = False,  # allowed, and not done
-        **arguments: Any,
-    ) -> Any:
-        *starts, key_scale, value_scale = rest
+    def run(query: Tensor, *pages: Tensor, narrow_query: bool = False, **arguments: Any) -> Any:  # allowed, not done
+        key_cache, value_cache, block_tables, context_lens, *starts, key_scale, value_scale = pages
         tables = block_tables, context_lens
         codes = gathered(key_cache.view(torch.uint8), value_cache.view(torch.uint8), *tables)
         scales = (key_scale, value_scale) if key_scale.ndim != 3 else gathered(key_scale, value_scale, *tables)

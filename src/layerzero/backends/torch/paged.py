@@ -190,19 +190,15 @@ def load_softcapped(facts: Facts) -> Callable[..., Any]:
 
     def run(
         query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor | None = None,
-        *,
+        *given: Tensor,
         softcap: float,
         causal: bool = True,
         scale: float | None = None,
         window: tuple[int, int] | None = None,
     ) -> Tensor:
+        key_cache, value_cache, block_tables, context_lens, *of_several = given
         tokens = query if several else query.squeeze(1)
-        starts = [*range(len(tokens) + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+        starts = of_several[0].tolist() if several else [*range(len(tokens) + 1)]
         left, right = window or (-1, -1)
         found = tokens.new_zeros((*tokens.shape[:2], value_cache.shape[-1]))
         for row, ((first, last), length) in enumerate(zip(pairwise(starts), context_lens.tolist(), strict=True)):

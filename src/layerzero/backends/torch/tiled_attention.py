@@ -125,23 +125,14 @@ def _load_ragged(facts: Facts) -> Callable[..., Any]:
 def _load_paged(facts: Facts) -> Callable[..., Any]:
     attend, page_size, several = tiles(facts), facts.size("page_size"), "cu_seqlens_q" in facts.tensors
 
-    def run(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        cu_seqlens_q: Tensor | None = None,
-        *,
-        causal: bool = True,
-        **scores: Any,
-    ) -> Tensor:
+    def run(query: Tensor, *pages: Tensor, causal: bool = True, **scores: Any) -> Tensor:
+        key_cache, value_cache, block_tables, context_lens, *of_several = pages
         tokens = query if several else query.flatten(0, 1)
-        starts = [*range(len(tokens) + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
+        starts = of_several[0].tolist() if several else [*range(len(tokens) + 1)]
         found = []
         for row, ((first, last), length) in enumerate(zip(pairwise(starts), context_lens.tolist(), strict=True)):
-            pages = block_tables[row, : -(-length // page_size)]
-            keys, values = (tokens_of(cache, pages, length) for cache in (key_cache, value_cache))
+            own = block_tables[row, : -(-length // page_size)]
+            keys, values = (tokens_of(cache, own, length) for cache in (key_cache, value_cache))
             found.append(_one(attend, tokens[first:last], keys, values, causal=causal, **scores))
         output = torch.cat(found) if found else tokens.new_zeros((0, tokens.shape[1], value_cache.shape[-1]))
         return output if several else output.unsqueeze(1)

@@ -93,23 +93,12 @@ def rotate_then_append(rotate: Rotate, append: Append, *, in_place: bool = True)
     """
     dense = torch.contiguous_format
 
-    def run(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor | None = None,
-        *scales: Tensor,
-        interleaved: bool = False,
-    ) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor, *rest: Tensor, interleaved: bool = False) -> Tensor:
+        cos, sin, key_cache, value_cache, positions, *slots_and_scales = rest
         if in_place:
             query, key = query.clone(memory_format=dense), key.clone(memory_format=dense)
         query, key = rotate(query, key, cos, sin, positions, interleaved)
-        append(key, value, key_cache, value_cache, positions if slot_mapping is None else slot_mapping, *scales)
+        append(key, value, key_cache, value_cache, *(slots_and_scales or (positions,)))
         return query
 
     return run
@@ -122,18 +111,10 @@ Split = Callable[..., tuple[Tensor, Tensor, Tensor]]
 def split_then_append(split: Split, append: Append, heads: int, kv_heads: int) -> Callable[..., Tensor]:
     """What a kernel of kv.split_qkv_norm_rope_append and the same of a paged cache calls."""
 
-    def run(
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        positions: Tensor,
-        slot_mapping: Tensor | None = None,
-        **norm: Any,
-    ) -> Tensor:
+    def run(qkv: Tensor, cos: Tensor, sin: Tensor, *rest: Tensor, **norm: Any) -> Tensor:
+        key_cache, value_cache, positions, *slots = rest
         query, key, value = split(qkv, cos, sin, heads=heads, kv_heads=kv_heads, positions=positions, **norm)
-        append(key, value, key_cache, value_cache, positions if slot_mapping is None else slot_mapping)
+        append(key, value, key_cache, value_cache, *(slots or (positions,)))
         return query
 
     return run
