@@ -11,6 +11,7 @@ import torch
 
 import layerzero as lz
 from layerzero.backends.torch import aot_inductor, inductor
+from layerzero.ops.norm import declare as norm
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler to build with"),
@@ -78,3 +79,18 @@ def test_what_was_built_counts_in_the_next_process_until_its_files_are_gone(monk
     assert [str(reason.code) for reason in lz.explain("rms_norm", x, w).reasons("inductor.rms_norm")] == [
         "JIT_DISABLED"
     ]
+
+
+@pytest.mark.parametrize(("bound", "top"), [(4096, 4096), (5000, 5000), (9000, 8191)])
+def test_a_guard_may_leave_any_row_length_even_a_single_one(bound, top):
+    """Inductor asks whether a row has at most 4096 numbers: a class that begins there was refused as tied to it."""
+    dims = {0: torch.export.Dim("rows", min=8, max=15), 1: torch.export.Dim("hidden", min=4096, max=8191)}
+    module = inductor._Formula(norm.RMS, {})
+    arguments = torch.zeros((), dtype=torch.float64), torch.ones(12, 4096), torch.ones(4096)
+    shapes = {"eps": None, "tensors": (dims, {0: dims[1]})}
+    program = torch.export.export(module, arguments, dynamic_shapes=shapes)
+    given = next(node.meta["val"] for node in program.graph.nodes if node.name == "tensors_0")
+    known = given.fake_mode.shape_env
+    before = len(known.guards)
+    assert given.shape[1] <= bound
+    assert inductor._longest_row(8191, program, known.guards[before:], known) == top

@@ -120,8 +120,8 @@ def _name(operation: Operation, facts: Facts) -> str:
 def _longest_row(high: int, program: torch.export.ExportedProgram, guards: Sequence[Any], known: ShapeEnv) -> int:
     """The longest row that the guards allow: 4096 is such a bound."""
     given = next(node.meta["val"] for node in program.graph.nodes if node.name == "tensors_0")
-    row_length = str(given.shape[1])
     for guard in guards:
+        row_length = str(given.shape[1].node._expr)  # its name: one size that is left stands in its place elsewhere
         if {str(symbol) for symbol in guard.expr.free_symbols} != {row_length} or guard.expr.rel_op not in ("<", "<="):
             raise RuntimeError(f"Inductor tied the kernel to {guard.expr}")
         (symbol,) = guard.expr.free_symbols
