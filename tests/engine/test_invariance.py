@@ -130,6 +130,27 @@ def test_paged_attention_by_tiles_is_causal_unless_told_otherwise():
     assert not torch.equal(found, full)
 
 
+def test_draws_with_a_seed_a_row_and_what_comes_before_them_depend_on_the_row_alone():
+    logits, seeds, ids = torch.randn(4, 1000), torch.arange(4) * 2**32, torch.randint(1000, (4, 9))
+    counts = lz.TokenCounts(1000)
+    rows = [counts.begin(each) for each in ids.tolist()]
+
+    def drawn(row):
+        said = lz.apply_penalties(logits[row], ids[row], repetition=1.3, frequency=0.2)
+        counted = lz.apply_penalties(said, **counts.of(rows[row]), repetition=1.1, presence=0.3)
+        biased = lz.add_logit_bias(counted, ids[row], torch.full((len(seeds[row]), 9), 0.1))
+        tokens = lz.sample(biased, top_k=50, top_p=0.9, min_p=0.01, temperature=0.8, seed=seeds[row])
+        return biased, tokens, lz.chosen_logprobs(biased, tokens)
+
+    with lz.scope(batch_invariant=True):
+        whole = drawn(slice(None))
+        for row in range(4):
+            part = drawn(slice(row, row + 1))
+            assert all(torch.equal(each, every[row : row + 1]) for each, every in zip(part, whole, strict=True))
+        with pytest.raises(NoKernelFoundError, match="BATCH_INVARIANCE_REQUIRED"):
+            lz.sample(logits)
+
+
 def test_what_declares_nothing_runs_entries_of_the_batch_one_by_one_or_is_refused_by_name():
     query, key, value = torch.randn(6, 20, 4, 16), torch.randn(6, 20, 4, 16), torch.randn(6, 20, 4, 16)
     with lz.scope(batch_invariant=True), pytest.raises(NoKernelFoundError, match="BATCH_INVARIANCE_REQUIRED"):

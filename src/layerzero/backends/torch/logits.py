@@ -80,6 +80,17 @@ def _load_logprobs(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _by_one(facts: Facts) -> bool:
+    """A sum of a row is one thread's on a CPU, as long as it is short; elsewhere its order follows from the batch."""
+    return facts.device.platform == "cpu" and facts.size("vocab") < 2**15
+
+
+def _added_in_order(facts: Facts) -> bool:
+    """A place that is named twice: GPUs add its numbers in any order."""
+    return facts.device.platform == "cpu"
+
+
+_EACH_BY_ITSELF = dict.fromkeys(("batch_invariant", "tp_invariant"), True)
 _MADE = tuple(
     kernel(
         name,
@@ -90,6 +101,7 @@ _MADE = tuple(
         grad=name != "torch.penalties",  # torch adds up the gradient of a place once for each time it is named
         handles_negated=True,
         priority=30 if name == "torch.penalties_whole" else 40,
+        **_EACH_BY_ITSELF | ({"batch_invariant": _by_one} if name == "torch.logprobs" else {}),
     )
     for name, operation, load, accepts in (
         ("torch.penalties", "sampling.penalties", _load_penalties, ("prompt_ids", *_BY)),
@@ -197,8 +209,12 @@ _OF_DRAFTS = ("draft_probs", "draft_lens", "seed", "seed_by_row", "generator")
 
 KERNELS = (
     *_MADE,
-    Kernel.of_expression(COUNTED, id="torch.penalties_counted", accepts=("prompt_mask", *_BY), **_EXPRESSED),
-    Kernel.of_expression(BIAS, id="torch.logit_bias", **_EXPRESSED),
+    Kernel.of_expression(
+        COUNTED, id="torch.penalties_counted", accepts=("prompt_mask", *_BY), **_EXPRESSED, **_EACH_BY_ITSELF
+    ),
+    Kernel.of_expression(
+        BIAS, id="torch.logit_bias", batch_invariant=_added_in_order, tp_invariant=_added_in_order, **_EXPRESSED
+    ),
     Kernel.of_expression(BITMASK, id="torch.token_bitmask", **_EXPRESSED),
     *(
         kernel(

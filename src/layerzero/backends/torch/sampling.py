@@ -234,6 +234,11 @@ def _load_blocks(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def _seeded(facts: Facts) -> bool:
+    """With a seed for each row a draw follows from its own row; GPUs sum a row alone in another order."""
+    return facts["seed_by_row"] != "none" and facts.device.platform == "cpu"
+
+
 KERNELS = (
     _sampler("sample", "categorical", _load_sample, _CAPTURE, priority=45),
     _sampler("sample_topk", "topk", _load_sample, *_COUNTED, of="top_k", priority=45),
@@ -246,6 +251,8 @@ KERNELS = (
         limits=(FLOATS, _CAPTURE),
         accepts=("top_k", "top_k_by_row", "top_p", "top_p_by_row", "min_p", "min_p_by_row", "seed_by_row", *_RANDOM),
         grad=True,
+        batch_invariant=_seeded,
+        tp_invariant=_seeded,
         handles_negated=True,
         priority=45,
     ),
