@@ -8,6 +8,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import msgspec
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,12 +17,14 @@ import layerzero as lz
 from layerzero.backends.torch import collectives
 from layerzero.core import limits as limit
 from layerzero.core.evidence import Measurement
+from layerzero.core.recipe import CallRecipe
 from layerzero.engine import proofs
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import class_name
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.comm import ranks as ranks_module
+from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.tuning.measurement.comparison import record_times
 from layerzero.tuning.measurement.tune import asked_jobs
 from ranks_of_gloo import two_ranks
@@ -366,6 +369,14 @@ def test_a_group_decides_in_compiled_code_and_in_modes_as_well(name):
         assert torch.equal(function(x, group=ALONE), x)
     compiled = torch.compile(lambda x: function(x, group=ALONE) + 1, backend="eager", fullgraph=True)
     assert torch.equal(compiled(x), x + 1)
+
+
+def test_a_written_call_of_the_default_group_is_made_again_where_there_is_none():
+    """``layerzero doctor``, ``ready`` and ``tune`` ended in its refusal on a machine where ranks had called one."""
+    recipe = CallRecipe.of(lz.facts("all_reduce", torch.ones(3), group=ALONE))
+    recipe = msgspec.structs.replace(recipe, params=recipe.params | {"group": "none"})
+    function, arguments = arguments_of_recipe(recipe, REGISTRY.operation("comm.all_reduce"))
+    assert lz.facts(function.name, **arguments)["rank_count"] == 1
 
 
 def test_memory_of_one_rank_decides_nothing():

@@ -14,6 +14,7 @@ from layerzero.core.handle import CAPTURABLE
 from layerzero.core.operation import Case, Function, Operation, OpKind
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.ops.calls import accepted, drawn, function_for, read
+from layerzero.ops.comm.ranks import kind_of_group, problem_of
 from layerzero.ops.linear.packed import DENSE, PACKED, PackedWeight
 
 
@@ -58,7 +59,8 @@ def arguments_of_recipe(
             values[name] = own.get(name, values[name])
     for name in schema.handles:  # of the kind that the call had
         kind, param = recipe.params.get(name, "none"), schema.param(name)
-        if kind != "none" and param.make is not None:
+        alone = param.kind is kind_of_group and kind == "none" and problem_of(None)  # of a default group, elsewhere
+        if param.make is not None and (kind != "none" or alone):
             values[name] = made = param.make(values, kind == CAPTURABLE)
             if isinstance(made, PackedWeight) and kind in (PACKED, DENSE):
                 made.kind = kind
