@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 
 import pytest
 import torch
@@ -63,6 +64,9 @@ def test_a_prefix_alone_is_no_name(say):
     lambda name: lz.scope(allow=[name]),
     lambda name: lz.prefer(name),
     lambda name: lz.avoid(name),
+    lambda name: lz.configure(isolate=[name]),
+    lambda name: lz.configure(isolation={"pythons": {name: sys.executable}}),
+    lambda name: lz.configure(backend_containers={name: {"image": "an/image:1.0"}}),
     lambda name: lz.scope(rules=[{"match": {"rows": ">4"}, "deny": name}]),
 ])  # fmt: skip
 def test_a_misspelt_name_is_an_error_that_names_the_nearest(say):

@@ -23,7 +23,7 @@ from layerzero.engine.settings import nearest
 MODEL_COMPILERS = ("onnxruntime", "openvino", "torch.inductor")
 """What compiles whole models, as settings call it; the first one has kernels as well."""
 
-_KEYS = ("prefer_sources", "avoid_sources", "allow", "deny")
+_KEYS = (*("prefer_sources", "avoid_sources", "allow", "deny"), *("isolate", "isolation.pythons", "backend_containers"))
 _ACTIONS = ("prefer", "avoid", "deny")
 _MAX_CHECKED = 256
 _UNKNOWN = "unknown operation"

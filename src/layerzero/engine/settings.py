@@ -239,7 +239,7 @@ SETTINGS: dict[str, Setting] = {
         str | None, None, "file of the measured times; perfdb.sqlite in the cache folder", scoped=False
     ),
     "auto_tune_on_warmup": Setting(bool, False, "lz.warmup also measures what it builds, as lz.tune does"),
-    "tune_samples": Setting(int, 20, "samples that lz.tune takes of each kernel"),
+    "tune_samples": Setting(int, 20, "samples that lz.tune takes of each kernel", least=3),
     "distributed_selection": Setting(
         str,
         "independent",
