@@ -342,6 +342,7 @@ ERRORS = {
     "explain rms_norm --shape 4x8 --layout BSHD": "--layout: rms_norm has no argument 'layout'; it has input, weight",
     "kernels rms_nrm": "unknown operation 'rms_nrm'; did you mean 'rms_norm'?",
     "fuzz --calls 1 --kernel torhc": "--kernel: wanted a library or kernel, got 'torhc', which names none here",
+    f"plan show {'a' * 300}": ": wanted a plan, got a name that names none: File name too long",
     "config check nowhere.yaml": "nowhere.yaml: wanted a file of settings, got nothing",
     "descriptor check nowhere.json": "nowhere.json: wanted a capability descriptor, got nothing",
     "plan show nowhere.json": "nowhere.json: wanted a plan, got nothing",

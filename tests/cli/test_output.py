@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
+import sys
 from collections import Counter
 
 import pytest
 from rich.console import Console
 
+from command_lines import run
 from layerzero.cli import output
+from layerzero.cli.app import main
 from layerzero.cli.output import live
 from layerzero.cli.tables import Lines, new_row, table_of
 
@@ -90,3 +95,22 @@ def test_a_narrow_bar_cuts_the_call_and_not_the_counts():
     assert "11 s left" in line
     assert re.search(r"\d:\d\d:\d\d", line)
     assert len(line) <= 80
+
+
+def test_a_closed_stdout_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "keys"])
+    sys.stdout.close()
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("line", ["config keys --json", "operations"])
+def test_a_full_disk_is_said_without_a_traceback(line, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(output, "_print", full)
+    result = run(line)
+    assert result.exit_code == 1
+    assert result.stderr == "error: stdout: wanted a place to write to, got: No space left on device\n"

@@ -73,19 +73,31 @@ class Command(TyperCommand):
                 if not _ours(error):
                     raise
                 answer = _failure(error, ctx.command_path)
-        if as_json:
-            typer.echo(json.dumps(answer.data, indent=2, default=str))
-        else:
-            console = stdout_console()
-            parts = list(answer.show())
-            if answer.folded is not None and console.is_terminal and not _fits(console, parts):
-                parts = list(answer.folded())
-            for part in parts:
-                if isinstance(part, str):  # text as it is: neither wrapped nor read as markup
-                    typer.echo(part)
-                else:
-                    _print_whole(console, part)
+        try:
+            _print(answer, as_json=as_json)
+        except BrokenPipeError:
+            raise  # whatever reads has seen enough: typer ends in silence
+        except OSError as error:  # as of a full disk
+            say(f"error: stdout: wanted a place to write to, got: {error.strerror}")
+            with contextlib.suppress(io.UnsupportedOperation), Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is buffered would fail again at the end
+            raise typer.Exit(NO) from None
         raise typer.Exit(answer.code)
+
+
+def _print(answer: Answer, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(answer.data, indent=2, default=str))
+        return
+    console = stdout_console()
+    parts = list(answer.show())
+    if answer.folded is not None and console.is_terminal and not _fits(console, parts):
+        parts = list(answer.folded())
+    for part in parts:
+        if isinstance(part, str):  # text as it is: neither wrapped nor read as markup
+            typer.echo(part)
+        else:
+            _print_whole(console, part)
 
 
 def examples(*lines: str) -> dict[str, Any]:
@@ -149,6 +161,9 @@ class Program(typer.Typer):
     """The commands. Ctrl-C ends one within two seconds and with all that it started, whatever it is at."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # Python's word for one that was closed before
+                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115  # until the end
         if not kwargs.get("standalone_mode", True) or threading.current_thread() is not threading.main_thread():
             return super().__call__(*args, **kwargs)
         ended, (told, tell) = threading.Event(), os.pipe()
@@ -307,8 +322,12 @@ def live(*, quiet: bool, console: Console | None = None) -> Iterator[Live]:
 
 def existing(file: Path, what: str) -> Path:
     """The file. Raises: ValueError where there is none."""
-    if not file.is_file():
-        raise ValueError(f"{file}: wanted {what}, got {'a folder' if file.is_dir() else 'nothing'}")
+    try:
+        got = "" if file.is_file() else "a folder" if file.is_dir() else "nothing"
+    except OSError as error:  # a name that no file may have
+        got = f"a name that names none: {error.strerror}"
+    if got:
+        raise ValueError(f"{file}: wanted {what}, got {got}")
     return file
 
 
