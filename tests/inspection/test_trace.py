@@ -250,3 +250,11 @@ def test_shapes_that_nobody_watches_cost_no_choice(monkeypatch):
 
     monkeypatch.setattr(Dispatcher, "explain", choose)
     assert lz.rms_norm(X.to("meta"), torch.ones(32, device="meta")).shape == X.shape
+
+
+def test_a_module_that_takes_no_hook_leaves_compiled_code_as_it_was(monkeypatch):
+    model = Model()
+    monkeypatch.setattr(model, "register_forward_hook", None)
+    with pytest.raises(TypeError, match="not callable"):
+        lz.trace(model, X)
+    assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -204,8 +204,8 @@ def calls_told(saw: Watcher) -> Iterator[None]:
 def traced(module: Module, run: Callable[[], object]) -> Trace:
     """Tell which kernels the layers of a module ran, whatever runs it."""
     found = Trace()
-    following = holding(_TRACED, found), found._follow(module), torch.compiler.set_stance("force_eager")
-    with following[0], following[1], following[2], calls_told(found._saw):
+    eager = torch.compiler.set_stance
+    with holding(_TRACED, found), found._follow(module), eager("force_eager"), calls_told(found._saw):
         run()
     return found
 
