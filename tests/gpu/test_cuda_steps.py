@@ -10,7 +10,7 @@ import torch
 
 import layerzero as lz
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import GQA, SIZES
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 
 def bert() -> Any:

@@ -8,7 +8,7 @@ from torch import nn
 
 from layerzero.ops.moe.experts import gated
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 pytest.importorskip("transformers.integrations.moe", reason="needs its interface for experts")
 
 

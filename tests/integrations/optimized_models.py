@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 
 SIZES = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 from layerzero.integrations.optimize.models.padding import GROUPS, ONE_ROW, Unpadded, noted  # noqa: E402
 

@@ -60,7 +60,7 @@ def test_each_example_is_short_and_tested_here_or_beside() -> None:
 
 @named("generate")
 def test_generating_with_a_graph_writes_the_same_words(example: Any, capsys: Any, monkeypatch: Any) -> None:
-    pytest.importorskip("transformers", "5.0")
+    pytest.importorskip("transformers", "5.4")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     monkeypatch.setattr(example, "SIZES", sizes)
     example.main(4)

@@ -16,7 +16,7 @@ import layerzero as lz
 from decoders import output, tokens
 from drawing import mostly, pairs
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap  # noqa: E402
 

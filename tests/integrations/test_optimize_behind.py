@@ -9,7 +9,7 @@ import torch
 
 import layerzero as lz
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 
 def made(kind="Llama", **more):

@@ -14,7 +14,7 @@ import layerzero as lz
 from decoders import output, tokens
 from drawing import mostly
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 
 pytestmark = [

@@ -11,7 +11,7 @@ from torch import nn
 
 import layerzero as lz
 
-pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 from test_optimize_experts import Mixed, call_of
 

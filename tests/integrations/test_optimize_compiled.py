@@ -342,7 +342,7 @@ def test_a_library_that_raises_later_is_told_and_given_up(monkeypatch: pytest.Mo
 
 
 def test_calls_with_caches_are_told() -> None:
-    transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+    transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=101)).eval()
     library, ids = Library(0.1), torch.randint(3, 101, (1, 4))

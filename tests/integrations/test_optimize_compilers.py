@@ -22,7 +22,7 @@ pytestmark = [
     ids=lambda each: each.name,
 )
 def test_a_library_compiles_an_encoder(compiler: Compiler) -> None:
-    transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+    transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
     if compiler.missing:
         pytest.skip(f"needs {compiler.missing}")
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from layerzero.integrations.optimize.layers import encoders
 from layerzero.integrations.optimize.layers.encoders import Encoder
 from layerzero.integrations.optimize.swaps import weights as packing
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning")

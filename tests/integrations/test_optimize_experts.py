@@ -17,7 +17,7 @@ from layerzero.integrations.optimize.modules.experts import experts
 from layerzero.integrations.optimize.swaps.candidate import Candidate
 from layerzero.ops.moe.experts import GATES
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 pytest.importorskip("transformers.integrations.moe", reason="needs its interface for experts")
 
 

@@ -13,7 +13,7 @@ from clock import Ticking
 from drawing import examples, mostly
 from layerzero.integrations.optimize.times import timing
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 import architectures  # noqa: E402  # it imports transformers
 from architectures import GQA, HEAD, SIZES, T5, TWICE, Architecture, inputs  # noqa: E402

@@ -19,7 +19,7 @@ from layerzero.integrations.optimize.attention import dynamic_cache
 from layerzero.integrations.optimize.models import gguf_steps
 from layerzero.ops.quantize.schemes import scheme_of
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("llama_cpp"), reason="llama-cpp-python is not installed")
 
 KINDS = {"Q4_K": 1e-5, "Q8_0": 0.05, "Q5_1": 0.05}

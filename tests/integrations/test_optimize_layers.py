@@ -19,7 +19,7 @@ from layerzero.integrations.optimize.layers.layer import Heads, Layer
 from layerzero.integrations.optimize.swaps import weights as packing
 from layerzero.integrations.optimize.swaps.joined_codes import CodedParts, following_weights
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning")

@@ -18,7 +18,7 @@ from padded_models import MODELS, PADDED, SIZES, T5, counted, made, state_of
 import layerzero as lz
 from drawing import examples, mostly
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 from layerzero.integrations.optimize.models.padding import noted  # noqa: E402
 

@@ -8,7 +8,7 @@ from padded_models import PADDED, batch, counted, made, state_of
 
 import layerzero as lz
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 from layerzero.integrations.optimize.models.padding import Costs, cheapest  # noqa: E402
 from layerzero.integrations.optimize.times import timing  # noqa: E402

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import layerzero as lz
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
 
 from layerzero.integrations.optimize.models import compiled_calls, stacks  # noqa: E402

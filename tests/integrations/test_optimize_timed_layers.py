@@ -20,7 +20,7 @@ from layerzero.integrations.optimize.swaps.swap import Way
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.timing import Paced, Sizes, Untimed
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 
 quiet = pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroWarning")

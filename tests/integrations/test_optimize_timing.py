@@ -21,7 +21,7 @@ from layerzero.integrations.optimize.swaps.swap import FROM_MANY, SIZES, Way, si
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.timing import Sizes, timed
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 
 def costing(layer_clock, monkeypatch, *, own, ours):

@@ -24,7 +24,7 @@ from decoders import made, tokens
 from layerzero.integrations.optimize.modules.products import block
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared, unfollowed
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 OF_ROWS, MANY, OFFSET = {2: 1.0, 6: 1.0}, [False] * 100, 0
 

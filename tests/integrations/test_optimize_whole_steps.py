@@ -12,7 +12,7 @@ from layerzero.integrations.optimize.swaps.swap import Way
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.timing import Sizes
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 ALONE = {Way.STOCK: 1.0, Way.OWN: 1.0, Way.PLAIN: 0.9}
 """What layers took alone: their new forward stays."""

@@ -10,7 +10,7 @@ import torch
 from architectures import GQA, SIZES
 from attending_models import bert, llama, padded, pair
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 
 pytestmark = [

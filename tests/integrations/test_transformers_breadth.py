@@ -13,7 +13,7 @@ import torch
 
 import layerzero as lz
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 import architectures  # noqa: E402  # it imports transformers
 from architectures import Architecture, inputs, padded  # noqa: E402

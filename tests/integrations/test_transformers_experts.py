@@ -14,7 +14,7 @@ import torch
 import layerzero as lz
 from drawing import mostly
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 pytest.importorskip("transformers.integrations.moe", reason="needs its interface for experts")
 
 import mixtures  # noqa: E402  # it imports transformers

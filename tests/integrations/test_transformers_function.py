@@ -11,7 +11,7 @@ from attending_models import bert, llama, padded, pair
 
 import layerzero as lz
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 from layerzero.integrations import transformers as integration  # noqa: E402  # it imports nothing of transformers itself
 from layerzero.integrations import transformers_patches  # noqa: E402

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 
 def llama():

@@ -175,7 +175,7 @@ def test_what_cannot_be_asked_is_refused_by_name():
 
 
 def test_a_language_model_of_transformers_needs_neither_weights_nor_inputs():
-    transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+    transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
     lz.register_with_transformers()
     config = transformers.LlamaConfig(
         hidden_size=1024, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2

@@ -302,7 +302,7 @@ def test_the_document_goes_around_and_reads_as_a_table(tmp_path):
 
 @pytest.mark.slow
 def test_a_language_model_is_solved_for_prompts_and_for_one_token_behind_them():
-    transformers = pytest.importorskip("transformers", "5.0", reason="needs transformers >= 5")
+    transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
     lz.register_with_transformers()
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2

@@ -81,13 +81,11 @@ def register_with_transformers(name: str = "layerzero") -> None:
     attention, the mask function and the experts; doing it again changes nothing. Models that cannot be served are then
     refused when they are loaded, with the settings that work for them; a model that computes no attention gets a
     warning. Transformers has no entry points for attention (5.23), so this has to be called before a model is loaded.
-    Raises: ImportError without Transformers 5; ValueError for a name that Transformers gives a meaning.
+    Raises: ImportError without a version of Transformers that is known; ValueError for a name that Transformers gives a meaning.
     """
-    try:
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        wanted = "register_with_transformers: wanted transformers >= 5, got none that has AttentionMaskInterface"
-        raise ImportError(f"{wanted}; pip install 'transformers>=5'") from error
+    transformers_patches.check_version()
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     reserved = re.search(r"flash|flex_attention|sdpa|eager|[|/:@]", name)
     taken = name not in _registered and name in AttentionInterface().valid_keys()
     if reserved or taken or is_reserved(name, _registered):

@@ -23,10 +23,26 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
+
+VERSIONS = SpecifierSet(">=5.4,<6")
+"""Versions of Transformers whose masks, layers and caches are known. Before 5.4 masks are made of ``cache_position``."""
+
+
+def check_version() -> None:
+    """Raise ImportError for a version of Transformers whose internals are not known, and without any."""
+    try:
+        from transformers import __version__ as found
+    except ImportError:
+        found = "none"
+    if found == "none" or not VERSIONS.contains(found, prereleases=True):
+        wanted = f"wanted transformers {VERSIONS}, whose internals are known, got {found}"
+        raise ImportError(f"register_with_transformers: {wanted}; pip install 'transformers{VERSIONS}'")
+
 
 BATCHED = frozenset({"cache", "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args"})
 """Arguments of a batch: where keys and values are written and read, and which logits are wanted."""

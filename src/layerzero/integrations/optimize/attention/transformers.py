@@ -138,16 +138,13 @@ class AttentionSwap:
         return self.meanwhile(self.of)
 
 
-TESTED = 5
-"""The major version of Transformers whose layers, caches and settings are known; the tests run 5.17, 5.23 and 5.24."""
-
-
 def untested(version: str) -> str:
     """Say that a version of Transformers is one that nothing was tried with; empty where it is not."""
-    major = version.partition(".")[0]
-    if major.isdigit() and int(major) == TESTED:
+    from layerzero.integrations.transformers_patches import VERSIONS
+
+    if VERSIONS.contains(version, prereleases=True):
         return ""
-    return f"Transformers {version} is not one that was tested (wanted {TESTED}.x); modules are taken by themselves"
+    return f"wanted transformers {VERSIONS}, whose internals are known, got {version}; modules are taken by themselves"
 
 
 @dataclass
