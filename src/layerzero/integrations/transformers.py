@@ -81,7 +81,7 @@ def register_with_transformers(name: str = "layerzero") -> None:
     attention, the mask function and the experts; doing it again changes nothing. Models that cannot be served are then
     refused when they are loaded, with the settings that work for them; a model that computes no attention gets a
     warning. Transformers has no entry points for attention (5.23), so this has to be called before a model is loaded.
-    Raises: ImportError without a version of Transformers that is known; ValueError for a name that Transformers gives a meaning.
+    Raises: ImportError without a known version; ValueError for a name that Transformers gives a meaning.
     """
     transformers_patches.check_version()
     from transformers import AttentionInterface, AttentionMaskInterface

@@ -30,7 +30,7 @@ import layerzero as lz
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
 
 VERSIONS = SpecifierSet(">=5.4,<6")
-"""Versions of Transformers whose masks, layers and caches are known. Before 5.4 masks are made of ``cache_position``."""
+"""Versions of Transformers whose masks, layers and caches are known: before 5.4 ``cache_position`` made masks."""
 
 
 def check_version() -> None:
