@@ -38,7 +38,7 @@ def test_a_second_time_says_that_it_is_built():
     assert [(each.kernel_id, each.error) for each in built] == [("mine.compiled", "")]
     again = lz.warmup("rms_norm", [(8, 64)], device="cpu")
     assert again == []
-    assert [each.why for each in again.skipped if each.kernel_id == "mine.compiled"] == ["it is built"]
+    assert [each.why for each in again.skipped if each.kernel_id == "mine.compiled"] == ["it was built before"]
     assert any("POLICY_DENIED" in each.why for each in again.skipped), "the others say why they are refused"
 
 
@@ -154,13 +154,13 @@ def test_grouped_heads_and_caches_have_calls_to_build_for():
 def test_what_warmup_did_is_told_in_lines():
     built = warmup.Artefact("mine.a", "norm.rms", 1.25)
     failed = warmup.Artefact("mine.b", "norm.rms", 0.5, "RuntimeError: no\nmore")
-    skipped = [warmup.Skipped("mine.c", f"norm.rms {rows}x8", "it is built") for rows in (1, 2)]
+    skipped = [warmup.Skipped("mine.c", f"norm.rms {rows}x8", "it was built before") for rows in (1, 2)]
     memory = warmup.Skipped("*", "norm.rms 9x9", "too little memory: 1")
     other = warmup.Skipped("mine.d", "norm.rms 1x8", "[PLATFORM_MISMATCH] made for cuda, this device is cpu")
     assert str(warmup.Warmed([built, failed], [*skipped, memory, other])).splitlines() == [
         "mine.a for norm.rms built in 1.2 s",
         "mine.b for norm.rms did not build: RuntimeError: no",
-        "mine.c was not built for norm.rms 1x8 and 1 more: it is built",
+        "mine.c was not built for norm.rms 1x8 and 1 more: it was built before",
         "no kernel was built for norm.rms 9x9: too little memory: 1",
         "not for this device: 1 kernels that compile",
     ]

@@ -295,7 +295,7 @@ def _warm(job: Job, warmed: Warmed, dispatcher: Dispatcher, bound: dict[str, Any
                 continue
             ready = candidate.legal and BUILT.ready(kernel, report.facts)
             if ready or not candidate.legal:
-                why = "it is built" if ready else "; ".join(str(reason) for reason in candidate.reasons)
+                why = "it was built before" if ready else "; ".join(str(reason) for reason in candidate.reasons)
                 warmed.skipped.append(Skipped(kernel.id, job.name, why))
                 continue
             if before := warmed.failure(kernel, report.facts):  # tried and reported: this would end in the same way
