@@ -96,6 +96,13 @@ def test_a_descriptor_that_cannot_be_in_force_is_not_ready(tmp_path):
     assert "wanted a JSON file, got not valid JSON" in found.text
 
 
+def test_an_empty_call_that_the_reference_serves_degrades_nothing(tmp_path):
+    with lz.record(tmp_path / "workload.json"):
+        lz.rms_norm(torch.ones(0, 32), torch.ones(32))
+    lz.configure(deny=[each.source for each in lz.list_kernels("rms_norm") if not each.is_reference])
+    assert of("tables", tmp_path / "workload.json").state is READY
+
+
 def test_a_call_without_a_kernel_is_not_ready_and_a_slow_one_degraded(manifest):
     assert of("tables", manifest).text == "1 calls find a kernel"
     lz.configure(deny=[each.source for each in lz.list_kernels("rms_norm") if not each.is_reference])

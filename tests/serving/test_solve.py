@@ -32,6 +32,9 @@ def test_calls_inside_the_buckets_miss_nothing_and_build_nothing(tmp_path, monke
     draw = random.Random(3)
     for _ in range(200):
         run(asked, draw.randint(1, 32), draw.randint(1, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(asked, 4, 0)  # an empty batch, which the reference computes
     assert not lz.frozen().plan.misses
     assert not lz.frozen().departures
     assert not built

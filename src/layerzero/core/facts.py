@@ -216,6 +216,11 @@ class Facts(Mapping[str, object]):
         """The values of ``OperationSchema.sizeless``: what calls that differ in sizes only have in common."""
         return tuple(map(self._values.__getitem__, self.operation.schema.sizeless))
 
+    @property
+    def empty(self) -> bool:
+        """Whether a tensor has no elements: the reference runs where a kernel takes none."""
+        return any(0 in tensor.shape for tensor in self.tensors.values())
+
     def size(self, name: str) -> int:
         """An axis size or derived size; raises KeyError where the operation has no such axis."""
         value = self._values.get(name)

@@ -385,10 +385,8 @@ class Dispatcher:
             graph_capture.keep(plan)
             logging_once.tell_capture(plan)
         logging_once.tell_choice(plan, policy, self.engine.frozen)
-        if plan.kernel.is_reference and policy.enabled:
-            empty = any(0 in tensor.shape for tensor in plan.report.facts.tensors.values())
-            if not empty:
-                logging_once.tell_reference(plan)
+        if plan.kernel.is_reference and policy.enabled and not plan.report.facts.empty:
+            logging_once.tell_reference(plan)
         if plan.adaptations:
             logging_once.tell_adaptations(plan, policy)
         if policy.vet_in_background:

@@ -186,7 +186,7 @@ class Frozen:
             if choice is None:
                 self._keep(name, choice_of(plan.kernel, report.facts, policy))
                 return None
-            if choice.kernel == plan.kernel.id or report.locked:
+            if choice.kernel == plan.kernel.id or report.locked or report.facts.empty:
                 return None
             found = candidate_of(report, choice)
             known = self.departures.get(name)

@@ -125,7 +125,7 @@ def tables(looked: Looked) -> Part:
     slow = [
         f"{name} runs the slow reference"
         for name, report in looked.calls
-        if report.chosen is not None and report.chosen.kernel.is_reference
+        if report.chosen is not None and report.chosen.kernel.is_reference and not report.facts.empty
     ]
     found = [*slow, *problems_of_tables()]
     return _part("tables", f"{len(looked.calls)} calls find a kernel", found, "`layerzero explain` lists every reason")
