@@ -235,7 +235,7 @@ def test_without_inputs_what_was_not_timed_is_not_kept(monkeypatch):
     monkeypatch.setattr(workloads, "CLOCK", clock)
     monkeypatch.setattr(timing, "CLOCK", clock)
 
-    def over(found, around, passed):
+    def over(around, passed, group):
         clock.now += 100.0
         assert passed()
         raise TimeOverError

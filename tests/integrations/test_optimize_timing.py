@@ -13,7 +13,7 @@ from torch import nn
 import layerzero as lz
 from clock import Clock
 from layerzero.integrations.optimize import selection
-from layerzero.integrations.optimize.layers import layer
+from layerzero.integrations.optimize.layers import layer, layer_timing
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.modules import norms
 from layerzero.integrations.optimize.swaps import candidate, weights
@@ -197,6 +197,29 @@ def test_a_way_that_loses_nothing_is_kept_where_own_code_loses():
     ratios = {Way.STOCK: 1.0, Way.OWN: 1.025, Way.PLAIN: 1.0}
     found = Sizes((ratios,) * 3, ({Way.STOCK: 0.0, Way.OWN: 0.01, Way.PLAIN: 0.03},) * 3, (9,) * 3, 1.0)
     assert found.best(among=(Way.OWN, Way.PLAIN)) == (Way.PLAIN,) * 3
+
+
+def test_a_module_of_another_model_is_timed_behind_its_weights(layer_clock, monkeypatch):
+    kind, fast = transformers.models.llama.modeling_llama.LlamaRMSNorm, lz.rms_norm
+    model, read, behind = nn.Sequential(kind(64), nn.Linear(64, 64)).eval(), layer_timing.among_weights, Clock()
+    model[1].weight.data = model[1].weight.data.to(torch.float8_e4m3fn)  # which nothing sums up
+
+    def normed(*given, **named):
+        layer_clock.now += 3e-5 if behind.now else 0.5e-5
+        behind.now = 0.0
+        return fast(*given, **named)
+
+    def among_weights(root):
+        found = read(root)
+        assert found.about == 4 * (64 + 64)
+        return replace(found, run=lambda: (found.run(), setattr(behind, "now", 1.0)))
+
+    monkeypatch.setattr(selection, "among_weights", among_weights)
+    monkeypatch.setattr(kind, "forward", layer_clock.costs(kind.forward, 1e-5))
+    monkeypatch.setattr(lz, "rms_norm", normed)
+    report = lz.optimize(model)
+    assert [each.sizes.ratios[0][Way.PLAIN] for each in report.paced] == [pytest.approx(3.0, rel=0.01)]
+    assert not report.replaced
 
 
 def test_a_prompt_begins_where_both_ways_take_as_long():

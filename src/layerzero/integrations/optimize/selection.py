@@ -7,7 +7,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -19,7 +18,14 @@ from layerzero.core.errors import in_short
 from layerzero.inspection.trace import traced
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap, Search
 from layerzero.integrations.optimize.layers import layer_timing
-from layerzero.integrations.optimize.layers.layer_timing import Around, around, attention_costs, cut, shapes_of
+from layerzero.integrations.optimize.layers.layer_timing import (
+    Around,
+    among_weights,
+    around,
+    attention_costs,
+    cut,
+    shapes_of,
+)
 from layerzero.integrations.optimize.layers.whole_steps import Settled, keep_what_steps_gain
 from layerzero.integrations.optimize.models.padding import noted, without_padding
 from layerzero.integrations.optimize.modules import find as modules
@@ -322,18 +328,14 @@ def time_random_rows(search: Search, report: Optimized) -> None:
             beside = beside or around(layers, exchange)
         except Exception as error:  # noqa: BLE001  # what a model raises on arguments that were made for another
             report.tune.append(f"modules were timed alone, not behind a layer of the model ({in_short(error)})")
+    before = beside or among_weights(search.root)
     alike: dict[Hashable, list[Replaced]] = defaultdict(list)
     for one in report.replaced:
         if one.candidate is not None and one.candidate.example.device.type in TIMED:
-            alike[modules.shape_of(one.candidate), beside and beside.about].append(one)
-
-    def measure(group: list[Replaced]) -> Sizes | None:
-        assert group[0].candidate is not None
-        return modules.measured(group[0].candidate, beside.run if beside else None, passed)
-
+            alike[modules.shape_of(one.candidate), before.about].append(one)
     search.tell("timing modules", 0, 1)
-    with nullcontext() if beside is None else quiet(beside.model):
-        for each, _ in _settled(alike, measure, report):
+    with quiet(before.model):
+        for each, _ in _settled(alike, functools.partial(modules.measured, before.run, passed), report):
             _tell(each, report, untimed)
     for each_of in [] if search.graph else decoders:
         keep_what_steps_gain(*each_of, report)

@@ -20,8 +20,8 @@ from layerzero.integrations.optimize.attention.transformers import AttentionSwap
 from layerzero.integrations.optimize.layers.encoders import Encoder
 from layerzero.integrations.optimize.layers.inner import forget_table
 from layerzero.integrations.optimize.layers.layer import Layer
-from layerzero.integrations.optimize.swaps.candidate import quiet
-from layerzero.integrations.optimize.swaps.swap import SIZES, Way, weight_of
+from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, quiet
+from layerzero.integrations.optimize.swaps.swap import SIZES, Way, is_dense, weight_of
 from layerzero.integrations.optimize.times.report import Replaced
 from layerzero.integrations.optimize.times.timing import LEAST, Paced, Prepare, Sizes, Untimed, timed
 
@@ -30,6 +30,9 @@ PAST = 64
 
 ENOUGH_BYTES, MOST_LAYERS = 64 * 2**20, 8
 """Weights of the layers that are run in a row: more than caches of most hosts hold, as in the model itself."""
+
+SWEPT_BYTES = 4 * 2**20
+"""More than the caches hold that are a core's own."""
 
 _Handed = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -155,10 +158,10 @@ def measured(
 
 @dataclass(frozen=True)
 class Around:
-    """A layer of a model as it now is, on one token: what the host's caches hold when a module after it is called.
+    """What runs before a module, as a layer of the model does on one token: it leaves the host's caches as that does.
 
     Attributes:
-        model: whose layer it is.
+        model: what is timed in.
         run: it, where the model is quiet.
         about: what of it changes the time of other modules.
     """
@@ -181,6 +184,16 @@ def around(whole: Sequence[Replaced], exchange: AttentionSwap) -> Around:
         first.swap.module(hidden, *others, **{**named, **cached})
 
     return Around(exchange.model, run, (_shape_of(first), first.swap.is_on, state.own_at))
+
+
+def among_weights(root: Module) -> Around:
+    """The weights of a model without such layers, read from memory in place of what runs between two calls."""
+    weights: list[Tensor] = []
+    for each in root.parameters():
+        read = each.device.type == "cpu" and each.dtype in TOLERANCE and is_dense(each)
+        if read and sum(one.nbytes for one in weights) < SWEPT_BYTES:
+            weights.append(each.detach())
+    return Around(root, lambda: [each.sum() for each in weights], sum(each.nbytes for each in weights))
 
 
 def _hidden(found: Replaced, count: int) -> Tensor:

@@ -187,8 +187,8 @@ def _candidate(kind: Callable[[Module], Candidate | str | None], module: Module)
     return candidate
 
 
-SAMPLE_S, MOST_RUNS = 2e-4, 20
-"""A sample runs a module as often as fills this, at most so many times: a norm takes 10 us."""
+SHORT_S = 2e-4
+"""What takes longer is timed without what runs before it: it fills the host's caches itself."""
 
 
 def shape_of(found: Candidate) -> Hashable:
@@ -199,13 +199,15 @@ def shape_of(found: Candidate) -> Hashable:
     return type(module), found.kind, found.calls, learned, others, torch.get_num_threads(), current_policy()
 
 
-def measured(found: Candidate, around: Callable[[], object] | None, passed: Callable[[], bool]) -> Sizes | None:
-    """The time of a module each way.
+def measured(around: Callable[[], object] | None, passed: Callable[[], bool], group: list[Replaced]) -> Sizes | None:
+    """The time of a module each way, the first of several of one shape.
 
-    What takes no longer than a sample runs once, after ``around`` if that is there. Over and over, the final norm of a
-    Llama (512 x 4, float32) took 13 us where its own code took 18; after a layer as it was it took 37, and that 30
-    (AMD EPYC, one thread, 2026-11-26): its code had left the host's caches, where the layers' norms had kept theirs.
+    What is short runs after ``around``. Over and over, the final norm of a Llama (512 x 4, float32) took 13 us where
+    its own code took 18; after a layer as it was it took 37, and that 30 (AMD EPYC, one thread, 2026-11-26): its code
+    had left the host's caches, where the layers' norms had kept theirs.
     """
+    found = group[0].candidate
+    assert found is not None
     state = found.swap.state
     packs = isinstance(state, Packs) and state.may_pack
     ways = (Way.STOCK, Way.OWN, Way.PLAIN, *([Way.PACKED] if packs else []))
@@ -213,10 +215,10 @@ def measured(found: Candidate, around: Callable[[], object] | None, passed: Call
         with quiet(found.swap.module):
             rows, others = _given(found, 1)
             found.swap.off()
-            if around is not None and _lasts(functools.partial(found.swap.module, rows, *others)) >= SAMPLE_S:
+            found.swap.module(rows, *others)
+            if timing.taken(functools.partial(found.swap.module, rows, *others)) >= SHORT_S:
                 around = None
-            sizes = [_prepared(found, ways, *_given(found, count), once=around is not None) for count in SIZES]
-            return timed(sizes, around, passed)
+            return timed([_prepared(found, ways, *_given(found, count)) for count in SIZES], around, passed)
     finally:
         state.take(())
         found.swap.on()
@@ -232,26 +234,11 @@ def _given(found: Candidate, count: int) -> tuple[Tensor, list[Tensor]]:
     return taken.view(1, count, -1) if example.ndim == 3 else taken, others
 
 
-def _lasts(run: Callable[[], object]) -> float:
-    run()
-    return timing.taken(run)
-
-
-def _prepared(
-    found: Candidate, ways: Sequence[Way], rows: Tensor, others: Sequence[Tensor], *, once: bool
-) -> dict[Way, Prepare]:
-    """What puts each way on, and then runs the module ``once`` or as often as fills a sample."""
-    module: Any = found.swap.module
-
-    def run() -> None:
-        for _ in range(often):
-            module(rows, *others)
+def _prepared(found: Candidate, ways: Sequence[Way], rows: Tensor, others: Sequence[Tensor]) -> dict[Way, Prepare]:
+    """What puts each way on, and then runs the module."""
 
     def prepare(way: Way) -> Callable[[], Any]:
         found.swap.compute(way)
-        return run
+        return functools.partial(found.swap.module, rows, *others)
 
-    often = 1
-    if not once:
-        often = max(1, min(MOST_RUNS, int(SAMPLE_S / max(_lasts(prepare(Way.STOCK)), 1e-6))))
     return {way: functools.partial(prepare, way) for way in ways}
