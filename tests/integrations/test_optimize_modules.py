@@ -107,6 +107,53 @@ def test_blocks_are_told_by_their_values(function: Any) -> None:
         torch.testing.assert_close(model(x), expected)
 
 
+class Scale(nn.Module):
+    """A norm of nobody's: what is computed rests on more than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.times = nn.Parameter(torch.rand(16) + 0.5), [1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, (16,), self.weight) * self.times[0]
+
+
+@pytest.mark.parametrize("first", [nn.LayerNorm(16), Scale()], ids=["torch", "own"])
+def test_a_block_may_begin_with_a_module_that_is_called_as_it_is(first: nn.Module) -> None:
+    torch.manual_seed(0)
+    drop = nn.Dropout(0.1)
+    module = nn.Sequential(copy.deepcopy(first), nn.Linear(16, 24), nn.GELU(), drop, nn.Linear(24, 16), drop).eval()
+    found, x = block(module), torch.randn(2, 5, 16)
+    assert isinstance(found, Candidate)
+    assert compared(found) == ""
+    found.swap.on()
+    before: Any = module[0]
+
+    def check(*, ours: bool = True) -> None:
+        calls: list[int] = []
+        with before.register_forward_hook(lambda *_: calls.append(1)):
+            torch.testing.assert_close(module(x), type(module).forward(module, x))
+        assert found.swap.state.stamp is not None
+        assert found.swap.state.stamp.holds() is ours
+        assert len(calls) == 2
+
+    with torch.no_grad():
+        check()
+        before.weight.mul_(2)
+        before.times = [3.0]
+        check()
+        check_copy = copy.deepcopy(module)
+        check_copy[0].weight.mul_(2)  # type: ignore[operator, union-attr]
+        torch.testing.assert_close(check_copy(x), type(module).forward(check_copy, x))
+        module[0] = nn.Identity()
+        torch.testing.assert_close(module(x), type(module).forward(module, x))
+        module[0] = before
+    module.requires_grad_(False)
+    before.requires_grad_()
+    module(x).sum().backward()  # type: ignore[no-untyped-call]
+    assert before.weight.grad is not None
+
+
 def test_a_block_that_does_more_is_left_and_its_products_are_not() -> None:
     report = lz.optimize(nn.Sequential(Gated(nn.SiLU(), doubled=True)).eval())
     assert "none of the blocks' formulas" in next(each.why for each in report.left if each.module == "Gated")

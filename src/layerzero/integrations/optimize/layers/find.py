@@ -34,7 +34,6 @@ from layerzero.integrations.optimize.swaps.candidate import (
     ELSEWHERE,
     MORE,
     WRITES,
-    Candidate,
     agrees,
     alike,
     distance,
@@ -193,9 +192,9 @@ def _parts_of(module: Module, *, by_module: bool = False) -> Parts | None:
     for name, each in children.items():
         if isinstance(each, (Dropout, Identity)):
             continue
-        is_block = block(each)
-        if isinstance(is_block, Candidate) and isinstance(is_block.swap.state, Block):
-            blocks.append(is_block.swap.state)
+        state = getattr(getattr(block(each), "swap", None), "state", None)
+        if isinstance(state, Block) and state.called is None:
+            blocks.append(state)
         elif (made := normed(each)) is not None:
             norms[name] = made
         else:

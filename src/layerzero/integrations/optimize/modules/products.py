@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Dropout, Identity, Linear, Module
+from torch.nn import Dropout, Identity, Linear, Module, Sequential
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
@@ -225,11 +225,12 @@ def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
             weights, biases = [each["weight"] for each in parameters], [each["bias"] for each in parameters]
         except KeyError:  # pruned or parametrised since: the module computes them
             return type(self).forward(self, input)
-        if serves(state, input, *weights, *biases):
+        before = state.called
+        if serves(state, input, *weights, *biases, *(() if before is None else before._parameters.values())):
             if state.views is not None:
                 weights = state.weights
             try:
-                return _call(state, input, weights, biases)
+                return _call(state, input if before is None else before(input), weights, biases)
             except InvalidCallError:
                 if state.renew(*weights):
                     return _block(self, input)
@@ -286,8 +287,11 @@ def block(module: Module) -> Candidate | str | None:
     found = list(activations_of(module))
     known = {attribute for _, attribute, _ in found}
     rest = {name: each for name, each in children.items() if name not in products and name not in known}
-    if any(not isinstance(each, (Dropout, Identity)) for each in rest.values()):
+    others = [each for each in rest.values() if not isinstance(each, (Dropout, Identity))]
+    first = next(iter(children.values()))
+    if others and (others != [first] or type(module) is not Sequential or first._modules):
         return None
+    before = first if others else Identity()  # such as a norm, which is called as it is
     up = weight_of(children[fitting[0][0]])
     activations = dict.fromkeys([name for name, _, _ in found] or FORMULAS)
     tried: list[tuple[float, tuple[str, ...], str, Tensor]] = []
@@ -296,7 +300,7 @@ def block(module: Module) -> Candidate | str | None:
         example = random_rows(module, size, dtype=up.dtype, device=up.device)
         try:
             with quiet(module):
-                expected = module(example.clone())
+                expected, rows = module(example.clone()), before(example.clone())
         except Exception as error:  # noqa: BLE001  # it takes something else than such rows: whatever it raises
             if found:  # without an activation it is something else
                 why = why or f"it does not compute on one tensor of rows: {in_short(error)}"
@@ -307,7 +311,7 @@ def block(module: Module) -> Candidate | str | None:
             return "its activation is no attribute, and in half precision values do not tell which one it is"
         for names, activation in itertools.product(fitting, activations):
             if _shape(children[names[0]])[1] == size:
-                tried.append((_error(children, names, activation, example, expected), names, activation, example))
+                tried.append((_error(children, names, activation, rows, expected), names, activation, example))
     if not tried:
         return why or None
     off, names, activation, example = min(tried, key=lambda each: each[0])
@@ -315,6 +319,7 @@ def block(module: Module) -> Candidate | str | None:
         return f"its output is none of the blocks' formulas: the nearest is off by {off:.2g} of the largest value"
     state = Block(names, children, activation, pack=wants_packed(up))
     state.covers += tuple((name, each) for _, name, each in found if each is not None)
+    state.called = first if others else None
     asked = _asked(state, example)
     calls = f"lz.mlp{', gated' if len(names) == 3 else ''}, {activation}"
     return candidate(module, _block, state, kind="block", calls=calls, example=example, asked=asked)
