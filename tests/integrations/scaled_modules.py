@@ -24,6 +24,8 @@ class Scaled(nn.Module):
             x = x * gate
         if self.kind == "mean":
             return functional.layer_norm(x, self.weight.shape, self.weight, None, self.tiny)
+        if self.kind == "written":
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3) * self.weight
         unit = x / (x.square().mean(-1, keepdim=True) + self.tiny).sqrt()
         if self.kind == "squared":
             return unit * self.weight.square()

@@ -33,7 +33,13 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "calls"), [("plain", "lz.rms_norm"), ("one plus", "lz.rms_norm by 1 + weight"), ("mean", "lz.layer_norm")]
+    ("kind", "calls"),
+    [
+        ("plain", "lz.rms_norm"),
+        ("written", "lz.rms_norm"),
+        ("one plus", "lz.rms_norm by 1 + weight"),
+        ("mean", "lz.layer_norm"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norms_are_told_by_their_values(kind: str, calls: str, dtype: torch.dtype) -> None:
@@ -105,6 +111,32 @@ def test_blocks_are_told_by_their_values(function: Any) -> None:
         report = lz.optimize(model)
         assert [each.kind for each in report.replaced] == ["block"]
         torch.testing.assert_close(model(x), expected)
+
+
+class Gives(nn.Module):
+    """A product and an activation, whose output is something else."""
+
+    def __init__(self, give: Any) -> None:
+        super().__init__()
+        self.dense, self.act, self.give = nn.Linear(16, 16), nn.GELU(), give
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.give(self.act(self.dense(x)))
+
+
+@pytest.mark.parametrize(
+    ("give", "told"),
+    [
+        (lambda y: (y, None), "tuple"),
+        (lambda y: {"y": y}, "dict"),
+        (lambda y: y.sum(-1), "(2, 3)"),
+        (lambda _: None, "NoneType"),
+    ],
+    ids=["tuple", "dict", "sum", "none"],
+)
+def test_a_module_that_gives_something_else_is_left_with_a_reason(give: Any, told: str) -> None:
+    report = lz.optimize(nn.ModuleList([Gives(give)]).eval())
+    assert any(f"its output is another one ({told})" in each.why for each in report.left)
 
 
 class Scale(nn.Module):

@@ -24,6 +24,7 @@ from layerzero.integrations.optimize.swaps.candidate import (
     quiet,
     random_rows,
 )
+from layerzero.integrations.optimize.swaps.reads import functions_of, kept_by
 from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, is_dense, serves, weight_of
 from layerzero.ops.linear.glance import Glance
 
@@ -185,12 +186,13 @@ def _form_of(module: Module, *, has_bias: bool) -> tuple[str | None, float | Non
 
 
 def _eps_of(module: Module) -> Iterator[float | None]:
-    """Small numbers that a module keeps, any of which may be what stands under the root."""
-    for name, value in vars(module).items():
-        if isinstance(value, float) and 0 <= value <= _LARGEST_EPS:
+    """Small numbers that a module or its code keeps, any of which may be what stands under the root."""
+    written = [each for of in functions_of(module) for each in (*of.__code__.co_consts, *kept_by(of).values())]
+    if getattr(module, "eps", 0.0) is None:
+        yield None
+    for value in dict.fromkeys(each for each in (*vars(module).values(), *written) if type(each) is float):
+        if 0 <= value <= _LARGEST_EPS:
             yield value
-        elif name == "eps" and value is None:
-            yield None
 
 
 class Normed:

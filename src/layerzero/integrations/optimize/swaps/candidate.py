@@ -145,6 +145,9 @@ def compared(found: Candidate) -> str:
         if why or not stamp.last.same:
             return why or WRITES
         got = _new(found, found.example, *found.others)
+        if not isinstance(expected, Tensor) or got.shape != expected.shape:
+            own = tuple(expected.shape) if isinstance(expected, Tensor) else type(expected).__name__
+            return f"its output is another one ({own}) than that of {found.calls} (a tensor of {tuple(got.shape)})"
         found.error = distance(got, expected)
         if got.dtype != expected.dtype or not agrees(found.error, dtype):
             wanted = f"at most {TOLERANCE.get(dtype, 0.0):.2g} of the largest value in {dtype_name(dtype)}"
