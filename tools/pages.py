@@ -131,6 +131,7 @@ def operations() -> str:
     intro = (
         "Results follow the dtypes of the arguments, under autocast as without it: `lz.scaled_dot_product_attention` "
         "alone casts as torch's function does; others want tensors of the wanted dtype.\n\n"
+        "`help(lz.attention)` says the arguments, shapes, dtypes and errors of a function.\n\n"
         "A function checks a call and routes it to one operation. Kernels implement operations; each operation also "
         "has a reference in plain PyTorch, which tests compare kernels with and which runs when nothing else may. Of "
         "operations without tensors the reference is the library that defines what they name; torch cannot stand in."
