@@ -267,6 +267,8 @@ def test_torchscript_is_left_with_a_reason() -> None:
     report = lz.optimize(model)
     assert any("TorchScript" in each.why for each in report.left if each.path == "0"), report
     torch.testing.assert_close(model(x), expected)
+    with pytest.raises(TypeError, match="TopLevelTracedModule; optimize the module that the script was made of"):
+        lz.optimize(scripted)
 
 
 def test_who_hooks_or_exchanges_an_inner_module_later_is_heard() -> None:

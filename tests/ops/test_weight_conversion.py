@@ -1,6 +1,7 @@
 """Weights that are quantised, laid out anew, and read from files and other libraries' tensors."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -157,7 +158,8 @@ def test_a_weight_in_marlins_order_becomes_a_plain_one_and_comes_back(text):
         ("permuted: wanted False", None, lambda: lz.quantize_weight(N, PERMUTED)),
         ("weight: wanted finite numbers, got one", None, lambda: lz.quantize_weight(N / 0.0, "int4")),
         ("weight: wanted finite numbers, got none", None, lambda: lz.quantize_weight(N.to("meta"), "int4")),
-        ("group: wanted 0 or more", None, lambda: lz.quantize_weight(N, "int4", group_size=-7)),
+        ("group: wanted 0 or more, got -7", None, lambda: lz.quantize_weight(N, "int4", group_size=-7)),
+        ("group: wanted 0 or more, got '128'", None, lambda: lz.quantize_weight(N, "int4", group_size="128")),
         ("weight: wanted a floating tensor (N, K)", None, lambda: lz.quantize_weight(N[0], "int4")),
         ("of 16 bits or more, got", None, lambda: lz.quantize_weight(N.to(torch.float8_e4m3fn), "int4")),
         (
@@ -340,3 +342,9 @@ def test_a_weight_without_numbers_is_quantised(shape):
 def test_what_is_no_tensor_of_a_file_is_refused_by_its_name(make, said):
     with pytest.raises(lz.InvalidCallError, match=said):
         make()
+
+
+def test_a_file_of_gguf_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match="read_gguf: wanted the package gguf, got none here; pip install gguf"):
+        lz.read_gguf("model.gguf")

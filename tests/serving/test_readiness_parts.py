@@ -220,9 +220,11 @@ def test_a_set_whose_kernels_are_denied_is_degraded_or_not_ready():
     lz.configure(deny=sorted(others))
     assert of("sets", sets=["diffusion"]).state is DEGRADED
     lz.configure(fallback_enabled=False)
-    assert of("sets", sets=["diffusion"]).state is NOT_READY
+    assert of("sets", sets="diffusion").state is NOT_READY
     with pytest.raises(ValueError, match="got 'diffusions'; did you mean 'diffusion'"):
         lz.readiness_check(device="cpu", sets=["diffusions"])
+    with pytest.raises(ValueError, match=r"wanted one of .*, got \['decoder'\]$"):
+        lz.doctor(asked_for=["decoder"])
 
 
 def test_the_command_tells_each_part_and_exits_by_the_worst(manifest, monkeypatch):

@@ -104,8 +104,9 @@ def served(name: str, device: Device | None = None) -> tuple[OperationFinding, .
 
 def set_named(name: str) -> OperationSet:
     """A set by its name. Raises: ValueError for a word that names none, with the nearest."""
-    if name not in SETS:
-        raise ValueError(f"asked_for (--for): wanted one of {', '.join(SETS)}, got {name!r}{nearest(name, SETS)}")
+    if not isinstance(name, str) or name not in SETS:
+        near = nearest(name, SETS) if isinstance(name, str) else ""
+        raise ValueError(f"asked_for (--for): wanted one of {', '.join(SETS)}, got {name!r}{near}")
     return SETS[name]
 
 

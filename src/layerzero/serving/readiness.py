@@ -253,7 +253,7 @@ def readiness_check(
     Raises: ValueError for a file that is no manifest, of another model, or of other devices alone, and for a word that
         names no set.
     """
-    looked = Looked(str(device_here(device)), sets=sets)
+    looked = Looked(str(device_here(device)), sets=(sets,) if isinstance(sets, str) else sets)
     before = tuple(check(looked) for check in BEFORE)
     if any(each.state is PartState.NOT_READY for each in before):
         return Readiness(0, parts=before)

@@ -337,12 +337,11 @@ def module_of(model: Any) -> Module:
 
     Raises: TypeError naming what was wanted.
     """
-    if isinstance(model, Module):
-        return model
-    inner = getattr(model, "model", None)
-    if isinstance(inner, Module):
-        return inner
-    raise TypeError(f"optimize: wanted a torch.nn.Module or what has one as .model, got {type(model).__name__}")
+    found = model if isinstance(model, Module) else getattr(model, "model", None)
+    if isinstance(found, Module) and not isinstance(found, torch.jit.ScriptModule):
+        return found
+    hint = "; optimize the module that the script was made of" if isinstance(found, Module) else ""
+    raise TypeError(f"optimize: wanted a torch.nn.Module or what has one as .model, got {type(model).__name__}{hint}")
 
 
 def weight_bytes(root: Module) -> int:

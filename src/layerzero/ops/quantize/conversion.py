@@ -148,8 +148,10 @@ def read_gguf(path: str | Path, names: Iterable[str] | None = None) -> dict[str,
     Raises: InvalidCallError for a file that is none or is cut, for names that it has not, and for types that are
         unknown here; ImportError without ``gguf``.
     """
-    import gguf
-
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError("read_gguf: wanted the package gguf, got none here; pip install gguf") from error
     try:
         found = {each.name: each for each in gguf.GGUFReader(str(path)).tensors}
     except (ValueError, KeyError, IndexError) as error:  # what gguf 0.19 raises of damaged files

@@ -303,8 +303,9 @@ def format_problems(of: WeightFormat) -> list[str]:
     """What is wrong with a format: an unknown scheme, or options that it has not."""
     if of.scheme not in SCHEMES:
         return [f"format: wanted one of {', '.join(SCHEMES)}, got {of.scheme!r}"]
-    negative = [name for name in ("group", "rows") if getattr(of, name) < 0]
-    return [f"{name}: wanted 0 or more, got {of}" for name in negative] or scheme_of(of).problems(of)
+    numbers = {name: getattr(of, name) for name in ("group", "rows")}
+    wrong = [name for name, number in numbers.items() if type(number) is not int or number < 0]
+    return [f"{name}: wanted 0 or more, got {numbers[name]!r}" for name in wrong] or scheme_of(of).problems(of)
 
 
 _WHOLE = {2: 0.454, 3: 0.203, 4: 0.102, 5: 0.052, 6: 0.026, 7: 0.013, 8: 0.0065}
