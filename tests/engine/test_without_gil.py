@@ -23,6 +23,14 @@ def test_python_serves_in_a_process_without_a_gil_and_says_why(monkeypatch, wish
         accelerator._load()
 
 
+def test_a_wish_of_no_meaning_is_told_and_decides_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    monkeypatch.setenv("LAYERZERO_NATIVE", "of")
+    with pytest.raises(accelerator._Absent, match="would switch it on"):
+        accelerator._load()
+    assert "LAYERZERO_NATIVE: wanted 1, 0 or dlpack, got 'of'" in caplog.text
+
+
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="wanted a free-threaded interpreter")
 @pytest.mark.parametrize(("wish", "said"), [("", "False in Python"), ("1", "True in C")])
 def test_a_free_threaded_interpreter_has_no_gil_unless_the_extension_is_asked_for(wish, said):

@@ -64,6 +64,9 @@ def _load() -> Any:
     wish = os.environ.get("LAYERZERO_NATIVE", "").lower()
     if wish in ("0", "false", "no", "off"):
         raise _Absent("LAYERZERO_NATIVE is 0")
+    if wish not in ("", "1", "true", "yes", "on", "dlpack"):
+        log.warning("environment: LAYERZERO_NATIVE: wanted 1, 0 or dlpack, got %r; it decides nothing", wish)
+        wish = ""
     if not wish and _without_gil():
         raise _Absent("this process has no GIL, and the extension would switch it on; LAYERZERO_NATIVE=1 lets it")
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
