@@ -139,6 +139,14 @@ def test_a_module_that_gives_something_else_is_left_with_a_reason(give: Any, tol
     assert any(f"its output is another one ({told})" in each.why for each in report.left)
 
 
+def test_a_model_whose_parameters_have_no_values_yet_is_left_with_a_reason() -> None:
+    model = nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d()).eval()
+    (left,) = lz.optimize(model).left
+    assert "run the model once" in left.why
+    model(torch.randn(3, 8))
+    assert all("run the model once" not in each.why for each in lz.optimize(model).left)
+
+
 class Scale(nn.Module):
     """A norm of nobody's: what is computed rests on more than its input."""
 

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec
 
 import torch
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from layerzero.core import emulation
 from layerzero.core.arguments import told
@@ -232,6 +233,10 @@ def optimize(
         why = "the model is in training mode, in which its own code runs; call model.eval() or pass training=True"
         report.left.append(Left("", type(root).__name__, why))
         return report
+    if any(map(is_lazy, (*root.parameters(), *root.buffers()))):
+        why = "parameters of lazy modules have no values before a first run; run the model once, then optimize it"
+        report.left.append(Left("", type(root).__name__, why))
+        return report
     already = sum(map(is_swapped, root.modules()))
     if already:
         why = f"{already} of its modules are LayerZero's already; undo() the first report to begin anew"
@@ -348,7 +353,7 @@ def weight_bytes(root: Module) -> int:
     """Memory of all parameters and buffers, each once."""
     storages = {}
     for each in (*root.parameters(), *root.buffers()):
-        if not each.is_meta and each.layout is torch.strided and type(each.data) is torch.Tensor:
+        if not is_lazy(each) and not each.is_meta and each.layout is torch.strided and type(each.data) is torch.Tensor:
             storage = each.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
