@@ -207,7 +207,7 @@ def _load_decode_ranks(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> Callab
 TOKENIZERS = library(
     "tokenizers",
     "Hugging Face tokenizers: every tokenizer.json, with offsets",
-    ">=0.20",
+    ">=0.22",
     ("0.23.3",),
     "https://github.com/huggingface/tokenizers",
 )
