@@ -34,6 +34,8 @@ ENOUGH_BYTES, MOST_LAYERS = 64 * 2**20, 8
 SWEPT_BYTES = 4 * 2**20
 """More than the caches hold that are a core's own."""
 
+_ROWS = 16
+
 _Handed = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -187,13 +189,19 @@ def around(whole: Sequence[Replaced], exchange: AttentionSwap) -> Around:
 
 
 def among_weights(root: Module) -> Around:
-    """The weights of a model without such layers, read from memory in place of what runs between two calls."""
-    weights: list[Tensor] = []
+    """Some weights of a model without such layers, multiplied with rows: in place of what runs between two calls.
+
+    A packed block of 128 and 256 features took 107 us of 64 rows over and over, and 132 behind torch's own products.
+    """
+    runs: list[Callable[[], object]] = []
+    room = SWEPT_BYTES
     for each in root.parameters():
-        read = each.device.type == "cpu" and each.dtype in TOLERANCE and is_dense(each)
-        if read and sum(one.nbytes for one in weights) < SWEPT_BYTES:
-            weights.append(each.detach())
-    return Around(root, lambda: [each.sum() for each in weights], sum(each.nbytes for each in weights))
+        if room > 0 and each.ndim and each.device.type == "cpu" and each.dtype in TOLERANCE and is_dense(each):
+            part = each.detach()[: max(1, room * each.shape[0] // max(each.nbytes, 1))]  # an embedding is large
+            rows = part.new_ones(_ROWS, part.shape[-1])
+            runs.append(functools.partial(torch.mm, rows, part.t()) if part.ndim == 2 else part.sum)
+            room -= part.nbytes
+    return Around(root, lambda: [run() for run in runs], SWEPT_BYTES - room)
 
 
 def _hidden(found: Replaced, count: int) -> Tensor:
