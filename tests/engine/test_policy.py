@@ -9,6 +9,8 @@ import torch
 from planted_calls import chosen
 
 import layerzero as lz
+from layerzero.backends import builtin_kernels
+from layerzero.core.capability import platforms_of
 from layerzero.engine import config
 from layerzero.engine.config import Configuration
 
@@ -162,6 +164,19 @@ def test_deterministic_mode_takes_deterministic_kernels_only(norm):
         lz.rms_norm(*norm)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("device", "refused"), [("CPU", False), ("H100", True)])
+def test_deterministic_mode_leaves_torchs_kernels_on_a_cpu(device, refused):
+    """Elsewhere torch's own dispatch may take a kernel that adds up by atomics."""
+    pages = torch.empty(4, 16, 2, 64, device="meta")
+    table, lens = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2, 2), (2,)))
+    call = torch.empty(2, 1, 8, 64, device="meta"), pages, pages, table, lens
+    with lz.deterministic():
+        report = lz.explain("paged_attention", *call, device=lz.Device.named(device))
+    codes = [each.code for each in report.reasons("torch.paged_gather")]
+    assert (lz.ReasonCode.NON_DETERMINISTIC in codes) is refused
+    assert all(each.deterministic for each in builtin_kernels() if "cpu" in platforms_of(each))
 
 
 def test_the_callers_sdpa_kernel_context_is_respected(attention):

@@ -53,7 +53,7 @@ def entry_of(kernel: Kernel, operations: Sequence[Operation]) -> Entry:
         produces_layout=only,
         requires_last_dim_stride1=stride,
         is_cuda_graph_safe=kernel.graph_safe,
-        deterministic=kernel.deterministic,
+        deterministic=bool(kernel.deterministic),
         grad=kernel.grad,
         handles_empty=kernel.handles_empty,
         handles_negated=kernel.handles_negated,

@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         bool, Meta(description="whether required tensors must be dense along their last axis")
     ] = True
     is_cuda_graph_safe: Annotated[bool, Meta(description="may run under CUDA graph capture")] = False
-    deterministic: Annotated[bool, Meta(description="gives the same bits each time")] = False
+    deterministic: Annotated[bool, Meta(description="gives the same bits each time, where its code says so")] = False
     grad: Annotated[bool, Meta(description="its backward pass is right")] = False
     handles_empty: Annotated[bool, Meta(description="takes tensors without elements")] = False
     handles_negated: Annotated[bool, Meta(description="reads the negative bit rightly")] = False

@@ -96,7 +96,7 @@ def narrowed(
         renames={each: theirs for each, theirs in kernel.renames.items() if each in accepts},
         folds=tuple(each for each in kernel.folds if each in entry.folds) if folded_into <= set(accepts) else (),
         grad=kernel.grad and entry.grad,
-        deterministic=kernel.deterministic and entry.deterministic,
+        deterministic=entry.deterministic and kernel.deterministic,
         graph_safe=kernel.graph_safe and entry.is_cuda_graph_safe,
         handles_empty=kernel.handles_empty and entry.handles_empty,
         handles_negated=kernel.handles_negated and entry.handles_negated,

@@ -225,7 +225,7 @@ class Kernel:
             library that lacks the arguments themselves; what they are folded into takes memory and time.
         limits: what it demands of a call. Everything that the library gets wrong, refuses or dies of belongs here.
         grad: whether its backward pass is right, as ``conformance`` compares it; autograd calls are refused otherwise.
-        deterministic: whether repeated calls give the same bits. Set it unless the library adds up by atomics.
+        deterministic: whether, or for which calls, a call gives the same bits each time. Not where atomics add up.
         batch_invariant: whether, or for which calls, a row has the same bits alone and in every batch.
         tp_invariant: whether, or for which calls, ranks' parts have the bits of the whole, sums by ``lz.tree_sum``.
         asked_for: whether it runs only where a setting asks for what it alone declares: it is slower than others.
@@ -274,7 +274,7 @@ class Kernel:
     folds: tuple[str, ...] = ()
     limits: tuple[Limit, ...] = ()
     grad: bool = _OF_BACKEND
-    deterministic: bool = _OF_BACKEND
+    deterministic: bool | Callable[[Facts], bool] = _OF_BACKEND
     batch_invariant: bool | Callable[[Facts], bool] = _OF_BACKEND
     tp_invariant: bool | Callable[[Facts], bool] = _OF_BACKEND
     asked_for: bool = False

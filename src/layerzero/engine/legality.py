@@ -296,7 +296,7 @@ def state_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
     findings = []
     if facts["requires_grad"] and not kernel.grad:
         findings.append(Finding(Reason(ReasonCode.GRAD_UNSUPPORTED, "requires_grad", False, True)))
-    if facts["deterministic"] and not kernel.deterministic:
+    if facts["deterministic"] and not proofs.declared(kernel.deterministic, facts):
         findings.append(Finding(Reason(ReasonCode.NON_DETERMINISTIC, "deterministic", "the same", "not deterministic")))
     if facts["capturing"] and not kernel.graph_safe:
         findings.append(Finding(Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "graph_safe", "graph-safe", "not graph-safe")))

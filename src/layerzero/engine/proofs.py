@@ -155,10 +155,11 @@ def exact(operation: Operation) -> bool:
 
 def in_batches(kernel: Kernel, facts: Facts) -> bool:
     """Whether a kernel declares that a row of such a call has the same bits in every batch."""
-    return _declared(kernel.batch_invariant, facts)
+    return declared(kernel.batch_invariant, facts)
 
 
-def _declared(flag: bool | Callable[[Facts], bool], facts: Facts) -> bool:
+def declared(flag: bool | Callable[[Facts], bool], facts: Facts) -> bool:
+    """What a kernel's flag says of such a call."""
     return flag if isinstance(flag, bool) else flag(facts)
 
 
@@ -169,16 +170,16 @@ def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
     if exact(facts.operation):
         return []
     apart = facts.operation.is_collective  # it knows no rows
-    declared = {
+    found = {
         "batch_invariant": apart or in_batches(kernel, facts),
-        "require_tp_invariant": _declared(kernel.tp_invariant, facts),
+        "require_tp_invariant": declared(kernel.tp_invariant, facts),
     }
-    if apart and policy["require_tp_invariant"] and not declared["require_tp_invariant"]:
+    if apart and policy["require_tp_invariant"] and not found["require_tp_invariant"]:
         return [_OTHER_ORDER]
     return [
         Reason(code, setting, wanted, "not declared to give them")
         for setting, (code, wanted) in _DEMANDS.items()
-        if policy[setting] and not declared[setting]
+        if policy[setting] and not found[setting]
     ]
 
 

@@ -19,6 +19,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Dtype
 from layerzero.core.operation import Case, Operation
 from layerzero.engine.probe import mark_broken
+from layerzero.engine.proofs import declared
 from layerzero.testing import artefacts, boundaries, execution, invariance, quick_checks, randomness
 from layerzero.testing.artefacts import Note, Play, fairly, just, one, refusal, with_sizes, with_value
 from layerzero.testing.boundaries import LimitBreak
@@ -165,7 +166,7 @@ class Battery:
         schema = self.operation.schema
         if schema.promises.intersection(schema.handles, kernel.accepts):
             yield KernelCheck(f"a step that advances, {dtype}", just(execution.advanced, trial))
-        if kernel.deterministic:
+        if declared(kernel.deterministic, trial.facts):
             yield KernelCheck(f"same bits, {dtype}", just(execution.repeats, trial))
         if kernel.batch_invariant:
             yield KernelCheck(f"rows in batches, {dtype}", just(invariance.batches, kernel, setting, base))

@@ -21,6 +21,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation, Tolerance
 from layerzero.engine.config import SCOPES
 from layerzero.engine.failures import out_of_memory
+from layerzero.engine.proofs import declared
 from layerzero.engine.reference import as_tuple, reference_call
 from layerzero.ops.calls import case_of_sizes
 from layerzero.testing import compare, execution, randomness
@@ -229,7 +230,7 @@ def _ways(kernel: Kernel, base: Trial) -> Iterator[tuple[str, Callable[[Trial], 
     for claim in operation.properties:
         if randomness.accepted(claim, kernel) and randomness.of_a_class(claim, operation, base.facts):
             yield f"property {claim.name}", functools.partial(randomness.holds, claim=claim)
-    if kernel.deterministic:
+    if declared(kernel.deterministic, base.facts):
         yield "same bits", execution.repeats
     if kernel.grad and has_gradients(operation, dtype):
         yield "gradients", gradients

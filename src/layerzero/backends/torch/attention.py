@@ -87,6 +87,11 @@ def always(run: Callable[..., Any]) -> Callable[[Facts], Callable[..., Any]]:
     return lambda _facts: run
 
 
+def no_atomics(facts: Facts) -> bool:
+    """Whether torch adds up without atomics in such a call, as on a CPU: the same bits each time, on any threads."""
+    return facts.device.platform == "cpu"
+
+
 FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
 UNLISTED = ("rocm", "xpu", "hpu", "mps")

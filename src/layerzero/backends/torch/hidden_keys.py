@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, POSITIVE_WITH_CAUSAL, cpu_attend, kernel
+from layerzero.backends.torch.attention import FLOATS, POSITIVE_WITH_CAUSAL, cpu_attend, kernel, no_atomics
 from layerzero.backends.torch.cuda_attention import aligned_rows, own_heads
 from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, flash
 from layerzero.core import limits as limit
@@ -198,7 +198,7 @@ KERNELS = (
         limits=(FLOATS, limit.positive("scale"), AlignedOnCuda(("query", "key", "value"))),
         accepts=_BLOCKS,
         workspace_bytes=_mask_bytes,
-        deterministic=False,
+        deterministic=no_atomics,
         graph_safe=False,
         priority=20,
     ),
@@ -236,7 +236,7 @@ KERNELS = (
         limits=(FLOATS, limit.positive("scale"), AlignedOnCuda(("query", "key", "value"))),
         accepts=("scale",),
         workspace_bytes=_block_mask_bytes,
-        deterministic=False,
+        deterministic=no_atomics,
         graph_safe=False,
         priority=30,
     ),

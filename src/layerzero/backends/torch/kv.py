@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, always, kernel
+from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, always, kernel, no_atomics
 from layerzero.backends.torch.norm import FINITE
 from layerzero.backends.torch.paged import load_append, load_cuda, load_each, load_gather
 from layerzero.backends.torch.rope import load_split, rows_for, turning
@@ -203,7 +203,7 @@ KERNELS = (
         _GATHER,
         limits=(FLOATS, limit.positive("scale"), SdpaEnabled("math"), _CODES),
         accepts=("scale", "window", "narrow_query"),
-        deterministic=False,
+        deterministic=no_atomics,
         priority=20,
         **_COMMON,
     ),

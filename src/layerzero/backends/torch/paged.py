@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, cpu_attend, kernel, short_mask
+from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, cpu_attend, kernel, no_atomics, short_mask
 from layerzero.backends.torch.softcap import CAPPED, FITTING_CAP, load_softcap
 from layerzero.backends.torch.varlen import EACH, FLASH, LANES, Slice, attend_each, flash, longest_queries
 from layerzero.core import limits as limit
@@ -261,7 +261,7 @@ KERNELS = (
         accepts=("scale", "window", "max_context_len"),
         # torch's own dispatch obeys the caller's sdpa_kernel context; it has a kernel for this while math may run
         workspace_bytes=_gathered_bytes,
-        deterministic=False,
+        deterministic=no_atomics,
         priority=20,
     ),
     kernel(
