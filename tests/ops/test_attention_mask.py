@@ -53,7 +53,7 @@ def test_each_way_to_say_it_is_found_again_without_a_choice(way, said, monkeypat
     attend_by = getattr(call, way)
     attend_by(QUERY, QUERY, QUERY, layout="BSHD", **said)
     monkeypatch.setattr(Dispatcher, "miss", lambda *_: pytest.fail("chosen again"))
-    monkeypatch.setattr(Dispatcher, "once", lambda *_: pytest.fail("chosen again"))
+    monkeypatch.setattr(Dispatcher, "run_unkept", lambda *_: pytest.fail("chosen again"))
     attend_by(QUERY, QUERY, QUERY, layout="BSHD", **said)
 
 

@@ -79,7 +79,7 @@ class Command(TyperCommand):
             raise  # whatever reads has seen enough: typer ends in silence
         except OSError as error:  # as of a full disk
             say(f"error: stdout: wanted a place to write to, got: {error.strerror}")
-            with contextlib.suppress(io.UnsupportedOperation), Path(os.devnull).open("wb") as nowhere:
+            with contextlib.suppress(io.UnsupportedOperation), _nowhere() as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())  # what is buffered would fail again at the end
             raise typer.Exit(NO) from None
         raise typer.Exit(answer.code)
@@ -152,6 +152,10 @@ def _give_way(table: Table, whole: Sequence[int], width: int) -> None:
         table.columns[widest].no_wrap, needs[widest] = False, LEAST
 
 
+def _nowhere() -> TextIO:
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), mode="w", encoding="utf-8")
+
+
 def say(text: str) -> None:
     """Write a diagnostic, which never mixes with the answer."""
     typer.echo(text, err=True)
@@ -163,7 +167,7 @@ class Program(typer.Typer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # Python's word for one that was closed before
-                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115  # until the end
+                setattr(sys, name, _nowhere())  # until the end
         if not kwargs.get("standalone_mode", True) or threading.current_thread() is not threading.main_thread():
             return super().__call__(*args, **kwargs)
         ended, (told, tell) = threading.Event(), os.pipe()

@@ -198,7 +198,8 @@ def _named(values: Mapping[str, Any]) -> Iterator[_Name]:
 
 def _in_force(policy: Policy) -> Iterator[_Name]:
     """The names in a policy."""
-    yield from (_Name(key, "", each) for key in _KEYS for each in policy[key])
+    said = ((key, each) for key in _KEYS for each in policy[key])
+    yield from (_Name(key, "", each if isinstance(each, str) else each[0]) for key, each in said)  # or name and value
     yield from (_Name("locks", f": {each.operation}", each.kernel, of=each.operation) for each in policy.locks)
     for index, rule in enumerate(policy.rules):
         yield _Name("rules", f"[{index}]", rule.operation, operation=True)
