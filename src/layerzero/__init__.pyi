@@ -584,7 +584,9 @@ def apply_penalties(
         prompt_mask: in place of prompt_ids, whether each place is in the prompt, (*, V).
         repetition: 1e-4 to 1e4; None does nothing, as 1.
         presence, frequency: -1e4 to 1e4; None does nothing, as 0.
-        Each is a number for all rows, or a float32 tensor (*) with one for each row.
+        Each is a number for all rows, or a float32 tensor (*) with one for each row. A tensor's numbers are not read,
+            which would wait for a GPU: a repetition of 0 gives inf, NaN gives NaN, a negative one turns signs around.
+            Check them where a request comes.
     Raises: InvalidCallError for what does not fit, ids and counts together, and on a CPU for ids beyond the vocabulary.
     Source: arXiv:1909.05858 for repetition, the OpenAI interface for presence and frequency.
     """

@@ -366,3 +366,5 @@ def test_a_larger_call_of_a_class_takes_as_much_more_as_it_has_elements(memory, 
 
 def test_a_cpu_has_nothing_to_give_back():
     assert lz.defragment("cpu").left == "torch keeps no memory of it"
+    with pytest.raises(ValueError, match="device: wanted a device such as cpu, cuda or cuda:1, got 'typo'"):
+        lz.defragment("typo")

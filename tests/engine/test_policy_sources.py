@@ -111,6 +111,12 @@ def test_configure_refuses_unknown_keys_and_resets_with_none():
     assert config.CONFIGURATION.policy.strict_mode is False
 
 
+@pytest.mark.parametrize("name", ["perfdb.path", "hub.folder", "hub.lockfile"])
+def test_no_path_has_a_nul(name):
+    with pytest.raises(lz.PolicyError, match=f"{name}: wanted the path of a file"):
+        lz.configure(**{name: "a\0"})
+
+
 def test_every_setting_without_a_feature_refuses_other_values():
     for name, setting in SETTINGS.items():
         if setting.built:

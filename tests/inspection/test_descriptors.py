@@ -389,7 +389,7 @@ def test_a_wrong_file_of_the_environment_stops_every_call(narrow_file, monkeypat
     narrow_file.write_text("{}")
     lz.engine.config.CONFIGURATION.reset()
     for _ in range(2):
-        with pytest.raises(lz.DescriptorError, match="schema_version: wanted"):
+        with pytest.raises(lz.DescriptorError, match=r"environment: LAYERZERO_DESCRIPTORS: .*schema_version: wanted"):
             lz.attention(*qkv(), layout="BSHD")
     narrow_file.write_text(good)
     assert chosen(*qkv()) == "torch.sdpa.math"

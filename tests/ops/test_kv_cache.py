@@ -130,6 +130,17 @@ def test_a_step_that_fails_leaves_everything_as_it_was():
     assert cache.usage() == usage
 
 
+def test_a_step_that_was_lost_is_taken_back_without_it():
+    cache = made()
+    cache.allocate("a")
+    cache.writing(["a"])
+    with pytest.raises(lz.KVCacheError, match=r"cache\.abort\(\) ends one that was lost"):
+        cache.writing(["a"])
+    cache.abort()
+    assert cache.usage().free_pages == 12
+    cache.writing(["a"]).commit()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -153,6 +164,8 @@ def test_a_step_that_fails_leaves_everything_as_it_was():
         (lambda cache: cache.swap_in("a"), "wanted a sequence on the host, got 'a'"),
         (lambda cache: cache.allocate("a"), "wanted a name that no sequence has, got 'a'"),
         (lambda cache: cache.rows(["a"], 0), "wanted a cache of rows with heads, got a paged one"),
+        (lambda cache: cache.commit(None), "wanted the step that is open, got none"),
+        (lambda cache: cache.abort(), "wanted the step that is open, got none"),
     ],
 )
 def test_mistakes_are_told(call, message):

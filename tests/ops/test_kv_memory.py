@@ -51,6 +51,11 @@ def test_a_strategy_that_cannot_be_had_is_refused(facts, code):
     assert caught.value.code is code
 
 
+def test_a_number_of_sequences_that_is_none_is_refused():
+    with pytest.raises(lz.InvalidCallError, match="max_sequences: wanted a number of at least 1, got ''"):
+        lz.kv_cache_strategy(max_sequences="")
+
+
 def test_without_a_driver_there_is_no_virtual_memory(monkeypatch):
     monkeypatch.setattr(ranges, "driver", lambda: None)
     assert forms._driver_version() == 0

@@ -82,6 +82,7 @@ def test_bad_rows_and_tokens_are_refused_by_name():
         (lambda: counts.begin(torch.tensor([True])), "prompt: wanted whole numbers, got bool True"),
         (lambda: counts.begin(["a"]), r"prompt: wanted token ids, got \['a'\]"),
         (lambda: counts.add([row], torch.tensor([1.5])), "ids: wanted whole numbers, got float32 1.5"),
+        (lambda: counts.add(row, torch.tensor([1])), "rows: wanted a list of rows, got 0; put one row into a list"),
         (lambda: counts.end(row + 1), "rows: wanted rows that begin"),
         (lambda: counts.add([row, row], torch.tensor([1, 2])), "rows: wanted rows that begin.. gave, each once"),
         (lambda: counts.add([row], torch.tensor([1, 2])), r"ids: wanted \(1,\) or \(1, N\), got \(2,\)"),

@@ -164,6 +164,16 @@ def test_how_far_tables_are_read_follows_lengths_that_nobody_may_read():
     torch.testing.assert_close(torch.jit.trace(attention, (lens[0],))(lens[1]), expected[1])
 
 
+def test_numbers_that_vmap_hides_from_a_check_are_named():
+    tokens, starts = torch.randn(2, 8, 4, 16), torch.tensor([0, 3, 8]).int()
+    attention = torch.func.vmap(lambda t, cu: lz.ragged_attention(t, t, t, cu, cu), in_dims=(0, None))
+    assert attention(tokens, starts).shape == tokens.shape
+    with pytest.raises(
+        lz.InvalidCallError, match=r"cu_seqlens_q or cu_seqlens_k: wanted .* \(in_dims=None for these\)"
+    ):
+        torch.func.vmap(lz.ragged_attention)(tokens, tokens, tokens, *2 * [starts.expand(2, 3)])
+
+
 @at_once("name", sorted(name for name, function in FUNCTIONS.items() if function.mutates))
 def test_what_was_made_in_inference_mode_is_not_written_into_outside_of_it(name):
     """The caller's mistake, told before a kernel fails at it: a failure would let that kernel rest for all calls."""

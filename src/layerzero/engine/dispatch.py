@@ -338,7 +338,11 @@ class Dispatcher:
     def reference(self, arguments: dict[str, Any]) -> Any:
         """Run the reference, for transforms (vmap, grad, jvp) that only see through torch's own operators."""
         policy = current_policy()
-        routed = self.function.route(dict(arguments), policy.layout)
+        try:
+            routed = self.function.route(dict(arguments), policy.layout)
+        except RuntimeError as error:
+            transforms.refuse_hidden(self.function.name, arguments, error)
+            raise
         read = functools.partial(transforms.call_state, self.tensors(arguments), policy, self.function.state)
         return reference_in_transform(routed, policy, self.engine.registry, read)
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from layerzero.core.device import Device
+from layerzero.core.device import Device, device_here
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
@@ -345,10 +345,10 @@ def defragment(device: str | torch.device | None = None) -> Defragmented:
     Args:
         device: which; the current CUDA device if there is one in use, else the CPU, whose memory lies anywhere.
     Returns: what was done, or why nothing was.
-    Raises: ValueError for a CUDA device that does not exist.
+    Raises: ValueError for what names no device, and for one that is not here.
     """
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    found = Device.detect(device or ("cuda" if used else "cpu"))
+    found = Device.detect(device_here(device or ("cuda" if used else "cpu")))
     name = f"{found.torch_type}:{found.index}"
     if found.torch_type != "cuda" or not used:
         return Defragmented(name, left="torch keeps no memory of it")

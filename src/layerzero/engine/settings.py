@@ -27,6 +27,11 @@ _LAYOUTS = tuple(dict.fromkeys(layout for function in _ASKING for layout in func
 _OF_ASKING = " or ".join(function.name for function in _ASKING)
 
 
+def _path(text: str) -> None:
+    if "\0" in text:
+        raise PolicyError(f"wanted the path of a file, got {text!r}, which has a NUL")
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One key of the configuration.
@@ -164,10 +169,10 @@ SETTINGS: dict[str, Setting] = {
         bool, False, "find kernels of the Hugging Face hub on this disk; nothing is downloaded", scoped=False
     ),
     "hub.folder": Setting(
-        str | None, None, "where they are looked for; the cache that `kernels download` fills", scoped=False
+        str | None, None, "where they are looked for; the cache that `kernels download` fills", scoped=False, fits=_path
     ),
     "hub.lockfile": Setting(
-        str | None, None, "pins them by commit and hash: what `layerzero hub --lock` wrote", scoped=False
+        str | None, None, "pins them by commit and hash: what `layerzero hub --lock` wrote", scoped=False, fits=_path
     ),
     "hub.allow": Setting(
         list[str], ["kernels-community/*"], "repositories of the hub that may be imported: names or globs", scoped=False
@@ -236,7 +241,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "perfdb.enabled": Setting(bool, True, "read and keep measured times on disk", scoped=False),
     "perfdb.path": Setting(
-        str | None, None, "file of the measured times; perfdb.sqlite in the cache folder", scoped=False
+        str | None, None, "file of the measured times; perfdb.sqlite in the cache folder", scoped=False, fits=_path
     ),
     "auto_tune_on_warmup": Setting(bool, False, "lz.warmup also measures what it builds, as lz.tune does"),
     "tune_samples": Setting(int, 20, "samples that lz.tune takes of each kernel", least=3),

@@ -67,6 +67,26 @@ def reference_in_transform(
             raise InvalidCallError(routed.operation.name, [problem]) from error
 
 
+def refuse_hidden(function: str, arguments: Mapping[str, Any], error: RuntimeError) -> None:
+    """Name the numbers that a transform hides from a check that reads them: torch's own error names none.
+
+    Raises: InvalidCallError where there are any.
+    """
+    hidden = [
+        name
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor)
+        and not (value.is_floating_point() or value.is_complex())
+        and torch._C._functorch.is_functorch_wrapped_tensor(value)
+    ]
+    if hidden:
+        helps = "batch the other tensors alone (in_dims=None for these), or make one call of all sequences"
+        problem = (
+            f"{' or '.join(hidden)}: wanted numbers that every call of a vmap shares, got numbers for each; {helps}"
+        )
+        raise InvalidCallError(function, [problem]) from error
+
+
 @contextmanager
 def _untraced() -> Iterator[None]:
     """Let sizes be numbers meanwhile: in a torch.jit.trace they are tensors, which no rule compares with its own."""

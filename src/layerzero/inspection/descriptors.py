@@ -214,11 +214,18 @@ class Descriptors:
                 return False
             self._syncing = True
             try:
-                self._set({path: self.check(path) for path in paths}, self._loaded)
+                self._set({path: self._configured_by(path) for path in paths}, self._loaded)
                 self._paths = paths
             finally:
                 self._syncing = False
         return True
+
+    def _configured_by(self, path: str) -> LoadedDescriptor:
+        try:
+            return self.check(path)
+        except DescriptorError as error:  # the file's name alone does not say which setting to mend
+            name = f"{CONFIGURATION.said_by('descriptors', path)}: {path}"
+            raise DescriptorError(name, error.problems) from error.__cause__
 
     def check(self, source: Source) -> LoadedDescriptor:
         """Read a descriptor that narrows kernels; nothing changes. Raises: DescriptorError with every problem."""

@@ -319,9 +319,10 @@ def kv_cache_strategy(
         layout: of the cache: rows that grow have their tokens first.
         cuda: CUDA of the driver, 12040 for 12.4; the one that is here if None.
     Raises: KVCacheError for a strategy that cannot be had, with DRIVER_VERSION_UNSUPPORTED or KV_STRATEGY_UNSUPPORTED;
-        InvalidCallError for what is no strategy.
+        InvalidCallError for what is no strategy, or no number of sequences.
     Source: vAttention, arXiv:2405.04437, for growing rows; PagedAttention, arXiv:2309.06180, for pages.
     """
+    refuse("kv_cache_strategy", [] if max_sequences is None else _size_problems({"max_sequences": max_sequences}))
     where = torch.device(device)
     refused = _refused(where, layout, cuda)
     if strategy is not None:

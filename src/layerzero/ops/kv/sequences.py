@@ -234,7 +234,8 @@ class CachedSequences(Bundle):
         """
         names = several(sequences, "writing")
         if self._step is not None:
-            raise KVCacheError("wanted one step at a time, got another while one is open; commit() or abort() that one")
+            helps = "commit() or abort() that one; cache.abort() ends one that was lost"
+            raise KVCacheError(f"wanted one step at a time, got another while one is open; {helps}")
         asked = (counts,) if isinstance(counts, int) else _numbers(counts)
         numbers = asked * len(names) if isinstance(counts, int) else asked
         growth, needed = self._asked(names, asked, numbers, blocks, reuse)
@@ -337,7 +338,7 @@ class CachedSequences(Bundle):
     @alone
     def commit(self, step: CacheStep) -> None:
         """End a step and keep its tokens."""
-        self._mine(step)
+        step = self._mine(step)
         growth = step.end()
         self._book.keep(growth)
         for entry in growth.entries if self._storage.grows else ():
@@ -347,16 +348,18 @@ class CachedSequences(Bundle):
         self._step = None
 
     @alone
-    def abort(self, step: CacheStep) -> None:
-        """End a step and take its tokens back."""
-        self._mine(step)
+    def abort(self, step: CacheStep | None = None) -> None:
+        """End a step and take its tokens back; the open one if None, as after an error that lost it."""
+        step = self._mine(self._step if step is None else step)
         self._book.undo(step.end())
         step.is_aborted = True
         self._step = None
 
-    def _mine(self, step: CacheStep) -> None:
-        if step is not self._step:
-            raise KVCacheError("wanted the step that is open, got another one; writing() begins one")
+    def _mine(self, step: CacheStep | None) -> CacheStep:
+        if step is None or step is not self._step:
+            got = "another one" if isinstance(step, CacheStep) else "none" if step is None else told(step)
+            raise KVCacheError(f"wanted the step that is open, got {got}; writing() begins one")
+        return step
 
     @property
     def returned(self) -> int:

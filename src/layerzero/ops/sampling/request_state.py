@@ -115,8 +115,11 @@ class TokenCounts:
             each.resize_(2 * had, self.vocab)  # views share the storage, which moves; begin() clears the rows
         self._free = list(range(2 * had - 1, had - 1, -1))
 
-    def _rows(self, method: str, rows: Iterable[int]) -> Tensor:
+    def _rows(self, method: str, rows: object) -> Tensor:
         """Rows that requests have, as a tensor where the counts lie. Raises: InvalidCallError."""
+        if not isinstance(rows, Iterable):
+            problem = f"rows: wanted a list of rows, got {told(rows)}; put one row into a list"
+            raise InvalidCallError(f"TokenCounts.{method}", [problem])
         taken, free, given = len(self.output_counts), set(self._free), list(rows)
         wrong = [each for each in given if type(each) is not int or not 0 <= each < taken or each in free]
         if wrong or len(set(given)) != len(given):
