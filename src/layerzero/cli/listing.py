@@ -86,7 +86,7 @@ def limits(kernel: Kernel) -> list[str]:
 
 def flags(kernel: Kernel) -> list[str]:
     """Names of the flags that the kernel sets."""
-    return [name for name in FLAGS if getattr(kernel, name)]
+    return [f"{name} (some calls)" if callable(set_) else name for name in FLAGS if (set_ := getattr(kernel, name))]
 
 
 def kind(type_: object) -> str:
@@ -205,7 +205,7 @@ def kernel_data(listed: Listed) -> dict[str, Any]:
         "accepts": list(kernel.accepts),
         "aliases": list(kernel.aliases),
         "descriptor": {"name": revision.name, "sha256": revision.sha256} if revision else None,
-        **{flag: getattr(kernel, flag) for flag in FLAGS},
+        **{flag: "some calls" if callable(set_ := getattr(kernel, flag)) else set_ for flag in FLAGS},
     }
 
 

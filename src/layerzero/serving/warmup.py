@@ -125,6 +125,9 @@ def warmup(
 ) -> Warmed:
     """Compile and load every legal kernel of an operation for given shapes, so that calls may choose it.
 
+    It keeps no plans: the first call of each class is chosen for as ever (``layerzero_misses_total``). A plan is kept
+    once its call ran, and a manifest has what was called after routing, not the arguments that find a plan.
+
     Args:
         operation: an operation, function, alias or glob. Or a model: it is called once, and what it calls is built.
         shapes: for a model its inputs: a tensor, a tuple, a dict. Else shapes of the first tensor, or of the first
