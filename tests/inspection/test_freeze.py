@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -40,6 +41,21 @@ def test_new_times_change_nothing_until_it_thaws(two_norms):
     lz.thaw()
     lz.rms_norm(x, w)
     assert two_norms[-1] == "second"
+
+
+def test_an_empty_call_says_nothing_of_calls_with_a_row():
+    """The reference computed it, and was frozen for the step of one token that came after it."""
+    w = torch.randn(8)
+    for before in (False, True):
+        rows = [torch.randn(count, 8) for count in (0, 1)]
+        for each in rows if before else ():
+            lz.rms_norm(each, w)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", lz.LayerZeroWarning)  # nothing was called yet
+            lz.freeze()
+        lz.rms_norm(rows[0], w)
+        assert not lz.explain("rms_norm", rows[1], w).chosen.kernel.is_reference
+        lz.thaw()
 
 
 def test_another_size_of_the_class_has_its_kernel_and_a_new_class_is_listed(two_norms):

@@ -373,9 +373,7 @@ def _words(facts: Facts, sizes: str) -> str:
         if name in ("operation", "dtype") or value is False or value in ("none", neutral):
             continue
         if name in live:
-            words += {"<": [f"{name}<{1 << max(live[name], 1).bit_length()}"], "<=": [f"{name}<={value}"]}.get(
-                sizes, []
-            )
+            words += {"<": [f"{name}<{1 << live[name].bit_length()}"], "<=": [f"{name}<={value}"]}.get(sizes, [])
         elif name == "capturing" and sizes != "<":
             continue
         elif type(value) is float:
