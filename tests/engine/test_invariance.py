@@ -130,8 +130,11 @@ def test_paged_attention_by_tiles_is_causal_unless_told_otherwise():
     assert not torch.equal(found, full)
 
 
-def test_draws_with_a_seed_a_row_and_what_comes_before_them_depend_on_the_row_alone():
+@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
+def test_draws_with_a_seed_a_row_and_what_comes_before_them_depend_on_the_row_alone(columns):
     logits, seeds, ids = torch.randn(4, 1000), torch.arange(4) * 2**32, torch.randint(1000, (4, 9))
+    if columns:  # lie one after the other, as those of a product whose weight came first
+        logits = logits.t().contiguous().t()
     counts = lz.TokenCounts(1000)
     rows = [counts.begin(each) for each in ids.tolist()]
 
@@ -140,7 +143,7 @@ def test_draws_with_a_seed_a_row_and_what_comes_before_them_depend_on_the_row_al
         counted = lz.apply_penalties(said, **counts.of(rows[row]), repetition=1.1, presence=0.3)
         biased = lz.add_logit_bias(counted, ids[row], torch.full((len(seeds[row]), 9), 0.1))
         tokens = lz.sample(biased, top_k=50, top_p=0.9, min_p=0.01, temperature=0.8, seed=seeds[row])
-        return biased, tokens, lz.chosen_logprobs(biased, tokens)
+        return biased, tokens, *(lz.chosen_logprobs(each, tokens) for each in (biased, logits[row]))
 
     with lz.scope(batch_invariant=True):
         whole = drawn(slice(None))

@@ -75,7 +75,8 @@ def _load_logprobs(facts: Facts) -> Callable[..., Any]:
         wide = formulas.tempered(_wide(logits), temperature, temperature_by_row)
         top = wide.detach().amax(-1, keepdim=True)  # taken off first: at 2e7 one step of float32 is 2
         own = wide.gather(-1, ids.long().unsqueeze(-1)) - top
-        return (own - (wide - top).exp().sum(-1, keepdim=True).log()).squeeze(-1).float()
+        shares = (wide - top).exp().contiguous()  # rows that lie apart are summed in another order
+        return (own - shares.sum(-1, keepdim=True).log()).squeeze(-1).float()
 
     return run
 
