@@ -134,11 +134,10 @@ def _made_good(plan: Plan) -> _MadeGood | None:
     if plan.adapted is None or not given <= facts.tensors.keys():
         return None
     seen = facts.seen_in(kernel.layout)
-    refused = {limit: findings for limit in kernel.limits if (findings := checked(limit, seen))}
-    found = tuple(refused)
+    judged = [(limit, checked(limit, seen)) for limit in kernel.limits]
+    found = tuple([limit for limit, findings in judged if findings])
     dense = frozenset([f"{name}.{part}" for name in copied for part in _DENSE])
-    for limit in kernel.limits:
-        findings = refused.get(limit, ())
+    for limit, findings in judged:
         met = dense if findings and all(each.repair and each.repair.kind == "copy" for each in findings) else ()
         for read in reads_of(limit.check, plan.adapted):
             name, dot, part = read.partition(".")
