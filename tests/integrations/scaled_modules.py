@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -16,7 +17,7 @@ class Scaled(nn.Module):
 
     def __init__(self, size: int, kind: str) -> None:
         super().__init__()
-        self.kind, self.tiny = kind, 1e-5
+        self.kind, self.tiny = kind, np.float64(1e-5) if kind == "plain" else 1e-5
         self.weight = nn.Parameter(torch.ones(size) if kind != "one plus" else torch.zeros(size))
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:

