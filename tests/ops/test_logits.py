@@ -146,6 +146,14 @@ def test_bad_penalties(problem):
     assert problem in str(raised.value)
 
 
+@pytest.mark.parametrize("number", [0.0, -1.0, math.nan])
+def test_numbers_of_rows_are_looked_at_in_debug_mode(number):
+    """As one number for all rows is at every call: reading a tensor would wait for a GPU."""
+    rows = torch.tensor([1.1, number])
+    with lz.scope(debug=True), pytest.raises(lz.InvalidCallError, match=r"repetition: wanted .*, got another in row 1"):
+        lz.apply_penalties(torch.zeros(2, 8), TENSORS["ids"], repetition=rows)
+
+
 def test_places_beyond_the_vocabulary_are_refused_behind_any_number_of_rows():
     for rows in ((), (3,), (2, 2)):
         logits = torch.zeros(*rows, 8)

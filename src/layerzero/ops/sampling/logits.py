@@ -19,6 +19,7 @@ from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Random, Routed, Tolerance, Work
+from layerzero.core.values import Check, Say
 from layerzero.ops.declaration import check_dense, function, operation, tensor
 from layerzero.ops.sampling import draw, stock
 from layerzero.ops.sampling.declare import AXES, COUNTS, TEMPERATURE, TEMPERATURE_BY_ROW, of_rows
@@ -98,9 +99,25 @@ def _penalties(name: str, summary: str, reference: Callable[..., Tensor], of: tu
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,
         examples=_examples,
+        check_values=_check_rows,
         work=functools.partial(_work, 4.0, 2.0),
         stock=stock.penalties,
     )
+
+
+def _check_rows(**given: Any) -> list[Check]:
+    """What numbers of rows must be, as one for all of them must."""
+    rows = [(each, given.get(f"{each.name}_by_row")) for each in PENALTIES_BY]
+    return [
+        Check(~((values >= each.least) & (values <= each.most)), None, _outside(each), most=1)
+        for each, values in rows
+        if values is not None
+    ]
+
+
+def _outside(param: Param) -> Say:
+    wanted = f"{param.name}: wanted {param.least:g} to {param.most:g} for each row"
+    return lambda row, _: f"{wanted}, got another" + (f" in row {row[0] if len(row) == 1 else row}" if row else "")
 
 
 def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
@@ -214,9 +231,10 @@ def apply_penalties(
         repetition: 1e-4 to 1e4; None does nothing, as 1.
         presence, frequency: -1e4 to 1e4; None does nothing, as 0.
         Each is a number for all rows, or a float32 tensor (*) with one for each row. A tensor's numbers are not read,
-            which would wait for a GPU: a repetition of 0 gives inf, NaN gives NaN, a negative one turns signs around.
-            Check them where a request comes.
-    Raises: InvalidCallError for what does not fit, ids and counts together, and on a CPU for ids beyond the vocabulary.
+            but in debug mode, since that waits for a GPU: a repetition of 0 gives inf, NaN gives NaN, a negative one
+            turns signs around. Check them where a request comes.
+    Raises: InvalidCallError for what does not fit, ids and counts together, on a CPU for ids beyond the vocabulary, and
+        in debug mode for numbers of rows that are none.
     Source: arXiv:1909.05858 for repetition, the OpenAI interface for presence and frequency.
     """
     raise AssertionError("the signature only; the engine makes the callable")
