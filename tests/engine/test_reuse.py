@@ -306,6 +306,30 @@ def test_a_plan_that_copies_serves_other_sizes_unless_a_limit_reads_how_the_copy
     assert served == [False, reads == "dtype", False]
 
 
+@pytest.mark.parametrize("setting", ["deterministic", "batch_invariant"])
+def test_a_flag_that_reads_sizes_is_asked_for_each(setting):
+    """What was declared for 33 rows served 50, and what was judged of 33 held for 300."""
+    kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "torch.rms_norm")
+    served: list[int] = []
+
+    def load(facts):
+        run = kernel.load(facts)
+        return lambda rows, *rest, **more: (served.append(len(rows)), run(rows, *rest, **more))[1]
+
+    flags = {setting: lambda facts: facts.size("rows") < 40}
+    own = dataclasses.replace(
+        kernel, id="user.short", backend=USER_BACKEND, priority=99, aliases=(), load=load, **flags
+    )
+    lz.register_backend([own])
+    try:
+        with lz.scope(**{setting: True}):
+            for rows in (33, 50, 300):
+                lz.rms_norm(torch.randn(rows, 64), torch.ones(64))
+    finally:
+        lz.unregister_kernel(own.id)
+    assert served == [33]
+
+
 def test_most_changes_of_memory_are_told_apart():
     """The property above is empty if nothing hits; this counts that both happen."""
     hits = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from layerzero.core.device import Device
@@ -225,7 +226,7 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
     seen = facts.seen_in(kernel.layout)
     watched = Watched(seen)
     steps: list[Limit | Findings] = [_settled(limit, watched) for limit in kernel.limits]
-    steps.append((*legality.argument_findings(kernel, seen), *legality.state_findings(kernel, seen)))
+    steps += [tuple(legality.argument_findings(kernel, seen)), _settled(_OfState(kernel), watched)]
     found = [finding for step in steps if isinstance(step, tuple) for finding in step]
     adaptations = legality.adaptations_for(kernel, facts)
     view = tuple(adaptations)
@@ -234,6 +235,19 @@ def _standing(kernel: Kernel, facts: Facts, policy: Policy, machine: Machine) ->
         return Standing(kernel, priority, Candidate(kernel, tuple(refused), tuple(adaptations)))
     left = tuple(step for step in steps if step != NOTHING)
     return Standing(kernel, priority, None, state.untested, vetted, view, left)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfState(Limit):
+    """What a kernel demands of the eager state; its author says by the sizes, maybe, which calls are deterministic."""
+
+    kernel: Kernel
+
+    def check(self, facts: Facts) -> Findings:
+        return tuple(legality.state_findings(self.kernel, facts))
+
+    def describe(self) -> str:
+        return "eager state"
 
 
 def _settled(limit: Limit, facts: Watched) -> Limit | Findings:

@@ -7,7 +7,7 @@ little off then, legality not: what limits demand of sizes and strides is tested
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -168,6 +168,7 @@ def _kind(plan: Plan, policy: Policy, order: tuple[str, ...], made_good: _MadeGo
         call = SizedCall(facts, kernel.layout, order, frozenset() if _unexplained(facts) else frozenset(varies), equal)
         outline = _outlined(kernel, replace(call, varying=_without(reads, call)), made_good)
         told = kernel.build_key is None and kernel.prebuilt is None and kernel.workspace_bytes is None
+        told = told and not _by_call(kernel, facts, policy)
         complete = told and not outline.sized and not outline.watched and not any("." in read for read in reads)
         return _Kind(outline, complete, {outline.varying: outline})
 
@@ -185,7 +186,7 @@ def _asked(
 ) -> tuple[_Outline, list[Condition]]:
     """The outline of a call, and what its sizes and strides demand as well; what limits read leaves fewer axes."""
     kernel, facts = plan.kernel, plan.report.facts
-    reads = _built_for(kernel, facts)
+    reads = _built_for(kernel, facts).union(*[reads_of(flag, facts) for flag in _by_call(kernel, facts, policy)])
     call = SizedCall(facts, kernel.layout, order, kind.outline.varying, plan.report.equal)
     varying = _without(reads, call)
     while True:
@@ -230,6 +231,13 @@ def _built_for(kernel: Kernel, facts: Facts) -> Reads:
     if kernel.prebuilt is not None:
         reads |= reads_of(kernel.prebuilt, facts, moved=seen is not facts)
     return reads
+
+
+def _by_call(kernel: Kernel, facts: Facts, policy: Policy) -> list[Callable[[Facts], bool]]:
+    """The flags that decide whether a kernel may run, and that it declares for some calls only."""
+    flags = [kernel.deterministic] if facts["deterministic"] else []
+    flags += [kernel.batch_invariant, kernel.tp_invariant] if policy.invariant else []
+    return [flag for flag in flags if not isinstance(flag, bool)]
 
 
 def _outlined(kernel: Kernel, call: SizedCall, made_good: _MadeGood) -> _Outline:
