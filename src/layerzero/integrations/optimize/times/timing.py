@@ -197,8 +197,7 @@ class Sizes:
         lost, left = (
             (each[most] - 0.8 * each[few]) * s for each, s in zip(self.ratios[1:], self.stock_s[1:], strict=True)
         )
-        share = lost / (lost - left) if left < 0 else 1.0
-        return SIZES[1] + math.ceil((SIZES[2] - SIZES[1]) * share) if lost > 0 else FROM_MANY
+        return SIZES[1] + math.ceil((SIZES[2] - SIZES[1]) * (lost / (lost - min(left, 0.0)))) if lost > 0 else FROM_MANY
 
     def text(self, ways: Sequence[Way]) -> str:
         """The time at each size in units of stock's, and how sure it is."""
