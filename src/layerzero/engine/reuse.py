@@ -186,7 +186,9 @@ def _asked(
 ) -> tuple[_Outline, list[Condition]]:
     """The outline of a call, and what its sizes and strides demand as well; what limits read leaves fewer axes."""
     kernel, facts = plan.kernel, plan.report.facts
-    reads = _built_for(kernel, facts).union(*[reads_of(flag, facts) for flag in _by_call(kernel, facts, policy)])
+    reads = _built_for(kernel, facts)
+    if not bool is type(kernel.deterministic) is type(kernel.batch_invariant) is type(kernel.tp_invariant):
+        reads = reads.union(*[reads_of(flag, facts) for flag in _by_call(kernel, facts, policy)])
     call = SizedCall(facts, kernel.layout, order, kind.outline.varying, plan.report.equal)
     varying = _without(reads, call)
     while True:
