@@ -53,8 +53,12 @@ def test_the_version_of_a_distribution_is_the_one_that_its_metadata_tells(monkey
     (tmp_path / "old-3.egg-info").mkdir()
     (tmp_path / "old-3.egg-info" / "PKG-INFO").write_text("Metadata-Version: 1.0\nName: old\nVersion: 3\n\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert [probe.installed_version(each) for each in ("one", "two", "old", "none")] == ["1.5+cpu", None, "3", None]
     assert probe.installed_version("torch") == importlib.metadata.version("torch")
+    names = "one", "two", "old", "none"
+    assert [probe.installed_version(each) for each in names] == ["1.5+cpu", None, "3", None]
+    monkeypatch.syspath_prepend(str(tmp_path / "more"))  # what was looked up for one path is kept in tests
+    monkeypatch.setattr(importlib.metadata.Distribution, "version", property(lambda _: {}["Version"]))
+    assert [probe.installed_version(each) for each in names] == ["1.5+cpu", None, "3", None], "as importlib_metadata"
 
 
 def test_doctor_warns_of_packages_that_do_harm_together(installed):

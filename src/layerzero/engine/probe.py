@@ -179,8 +179,8 @@ def installed_version(name: str) -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     head = (found.read_text("METADATA") or "").partition("\n\n")[0]
-    told = _VERSION.search(head)
-    return told[1] if told else found.version
+    told = [match[1]] if (match := _VERSION.search(head)) else found.metadata.get_all("Version")
+    return told[0] if told else None  # importlib_metadata's ``version`` raises here
 
 
 def check_requirement(requirement: str) -> tuple[str, str]:
