@@ -224,7 +224,7 @@ def test_a_module_of_another_model_is_timed_behind_its_weights(layer_clock, monk
     assert not report.replaced
 
 
-def test_a_prompt_begins_where_its_way_gains():
+def test_a_prompt_begins_where_its_way_gains(monkeypatch):
     ratios = ({}, {Way.STOCK: 1.0, Way.PLAIN: 0.9, Way.PACKED: 1.7}, {Way.STOCK: 1.0, Way.PLAIN: 1.0, Way.PACKED: 0.7})
     found, ways = Sizes(ratios, ratios, (9,) * 3, 1.0, (25.0, 35.0, 150.0)), (Way.PLAIN, Way.PLAIN, Way.PACKED)
     many = found.many(ways)
@@ -233,6 +233,9 @@ def test_a_prompt_begins_where_its_way_gains():
         little = replace(found, stock_s=(25.0, few, 150.0))
         assert little.many((Way.PLAIN, Way.PLAIN, Way.STOCK)) == SIZES[-1]
     assert replace(found, stock_s=()).many(ways) == FROM_MANY
+    with monkeypatch.context() as patch:
+        patch.setattr(timing, "ranks_choose", lambda _: True)
+        assert found.many(ways) == FROM_MANY  # each rank has times of its own
     state = weights.Packs([torch.empty(8, 8)], pack=True)
     state.take(ways, many)
     assert [state.forms_for(torch.empty(rows, 8)) == [None] for rows in (1, 4, many - 1, many, 64)] == [True] * 3 + [

@@ -154,7 +154,7 @@ class Sizes:
         noise: the same of the even rounds alone, as far as it is from that of the odd ones, halved.
         rounds: of each size, how many.
         seconds: what all of it took.
-        stock_s: of each size, what stock takes; none where ranks must compute alike.
+        stock_s: of each size, what stock takes.
     """
 
     ratios: tuple[Mapping[Way, float], ...]
@@ -190,11 +190,11 @@ class Sizes:
         return not slower and any(each <= 1 - max(LEAST, noise) for each, noise in taken)
 
     def many(self, ways: Sequence[Way]) -> int:
-        """From how many rows the last way takes 0.8 of the other's time, if times grow evenly: models cost it more."""
-        few, most = ways[1:]
-        if not self.stock_s or not {few, most} <= self.ratios[1].keys() & self.ratios[2].keys():
+        """From how many rows the last way takes 0.8 of the other's time, if times grow evenly; one number for ranks."""
+        few, most, known = *ways[1:], self.ratios[1].keys() & self.ratios[2].keys()
+        if ranks_choose(current_policy()) or not self.stock_s or not {few, most} <= known:
             return FROM_MANY
-        lost, left = (
+        lost, left = (  # 0.8: models cost it more
             (each[most] - 0.8 * each[few]) * s for each, s in zip(self.ratios[1:], self.stock_s[1:], strict=True)
         )
         return SIZES[1] + math.ceil((SIZES[2] - SIZES[1]) * (lost / (lost - min(left, 0.0)))) if lost > 0 else FROM_MANY
@@ -328,7 +328,7 @@ def timed(
         ratios.append(_ratios(times))
         noise.append({way: abs(halves[0][way] - halves[1][way]) / 2 for way in times})
         rounds.append(len(times[Way.STOCK]))
-        stock_s += [] if ranks_choose(current_policy()) else [min(times[Way.STOCK])]
+        stock_s.append(min(times[Way.STOCK]))
     return Sizes(tuple(ratios), tuple(noise), tuple(rounds), CLOCK() - began, tuple(stock_s))
 
 
