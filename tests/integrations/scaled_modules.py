@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
+import contextlib
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
 
 import layerzero as lz
+
+number: Any = float
+with contextlib.suppress(ImportError):  # with torch alone
+    from numpy import float64 as number
 
 PACKED = "packed" in str(lz.which("linear", torch.ones(1, 8), w := torch.ones(8, 8), packed=lz.PackedWeight(w)))
 
@@ -17,7 +23,7 @@ class Scaled(nn.Module):
 
     def __init__(self, size: int, kind: str) -> None:
         super().__init__()
-        self.kind, self.tiny = kind, np.float64(1e-5) if kind == "plain" else 1e-5
+        self.kind, self.tiny = kind, number(1e-5) if kind == "plain" else 1e-5
         self.weight = nn.Parameter(torch.ones(size) if kind != "one plus" else torch.zeros(size))
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
