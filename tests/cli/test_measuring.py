@@ -273,3 +273,18 @@ def test_a_budget_counts_from_where_the_process_began(monkeypatch, worked_s, lef
     for more in ("--budget-s 90", ""):
         assert CliRunner().invoke(main, shlex.split(f"tune rms_norm --shapes 8x64 {more}")).exit_code
     assert given == [left_s, None]
+
+
+@at_once("device", ["meta", 5.5])
+def test_what_runs_kernels_says_that_a_device_is_not_here(device):
+    for asked in (lz.tune, lz.warmup, lz.vet, lz.readiness_check):
+        with pytest.raises(ValueError, match="device: wanted "):
+            asked(device=device)
+
+
+def test_shapes_that_are_no_list_and_dtypes_that_are_no_name_are_named():
+    for asked in (lz.tune, lz.warmup, lz.vet):
+        with pytest.raises(TypeError, match=r"shapes: wanted a list of shapes, such as \[\(4, 64\)\], got 5"):
+            asked("rms_norm", shapes=5)
+    with pytest.raises(TypeError, match="dtype: wanted a dtype or its name"):
+        lz.warmup("rms_norm", [(4, 64)], dtype=None)

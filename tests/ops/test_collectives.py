@@ -8,23 +8,19 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-import msgspec
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import layerzero as lz
 from layerzero.backends.torch import collectives
 from layerzero.core import limits as limit
 from layerzero.core.evidence import Measurement
-from layerzero.core.recipe import CallRecipe
 from layerzero.engine import proofs
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import class_name
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops.comm import ranks as ranks_module
-from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.tuning.measurement.comparison import record_times
 from layerzero.tuning.measurement.tune import asked_jobs
 from ranks_of_gloo import two_ranks
@@ -359,24 +355,6 @@ def test_the_number_of_ranks_is_a_fact_and_parts_classes_and_rules():
     with lz.scope(rules=[rule]):
         chosen = [lz.which("all_reduce", x, group=each)["kernel_id"] for each in (two, four)]
     assert chosen == ["torch.all_reduce", "layerzero.tree_all_reduce"]
-
-
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
-def test_a_group_decides_in_compiled_code_and_in_modes_as_well(name):
-    """Operators of tensors have no word for a group: without one the default group would be asked."""
-    x, function = torch.arange(4.0), getattr(lz, name)
-    with FlopCounterMode(display=False):
-        assert torch.equal(function(x, group=ALONE), x)
-    compiled = torch.compile(lambda x: function(x, group=ALONE) + 1, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), x + 1)
-
-
-def test_a_written_call_of_the_default_group_is_made_again_where_there_is_none():
-    """``layerzero doctor``, ``ready`` and ``tune`` ended in its refusal on a machine where ranks had called one."""
-    recipe = CallRecipe.of(lz.facts("all_reduce", torch.ones(3), group=ALONE))
-    recipe = msgspec.structs.replace(recipe, params=recipe.params | {"group": "none"})
-    function, arguments = arguments_of_recipe(recipe, REGISTRY.operation("comm.all_reduce"))
-    assert lz.facts(function.name, **arguments)["rank_count"] == 1
 
 
 def test_memory_of_one_rank_decides_nothing():
