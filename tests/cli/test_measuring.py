@@ -288,3 +288,9 @@ def test_shapes_that_are_no_list_and_dtypes_that_are_no_name_are_named():
             asked("rms_norm", shapes=5)
     with pytest.raises(TypeError, match="dtype: wanted a dtype or its name"):
         lz.warmup("rms_norm", [(4, 64)], dtype=None)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 77, reason="a device has this number")
+def test_tuning_for_a_device_that_is_not_here_says_so():
+    with pytest.raises(ValueError, match="wanted a device of this machine"):
+        lz.tune("rms_norm", [(4, 4)], device="cuda:77")
