@@ -164,9 +164,9 @@ def driver_cache() -> Path | None:
     minute of its background for it. The driver drops what is oldest beyond CUDA_CACHE_MAXSIZE (1 GB).
     Source: CUDA programming guide 13.0, environment variables.
     """
-    return (
-        None if os.environ.get("CUDA_CACHE_DISABLE") == "1" else named_folder("CUDA_CACHE_PATH", ".nv", "ComputeCache")
-    )
+    if os.environ.get("CUDA_CACHE_DISABLE") == "1":
+        return None
+    return named_folder("CUDA_CACHE_PATH", ".nv", "ComputeCache")
 
 
 def named_folder(variable: str, *below_home: str) -> Path | None:

@@ -198,14 +198,14 @@ def device_here(device: object = None) -> torch.device:
     except (RuntimeError, TypeError, ValueError):
         raise ValueError(f"device: wanted a device such as cpu, cuda or cuda:1, got {device!r}") from None
     found = torch.accelerator.current_accelerator(check_available=True)
-    there = "cpu" if found is None else f"cpu or {found.type}"
-    why = "" if target.type in there.split() else "no kernel runs there"
+    there = ["cpu"] if found is None else ["cpu", found.type]
+    why = "" if target.type in there else "no kernel runs there"
     try:
         Device.detect(target)
     except ValueError as error:
         why = str(error.__cause__).partition("\n")[0]
     if why:
-        raise ValueError(f"device: wanted a device of this machine ({there}), got {str(target)!r}: {why}")
+        raise ValueError(f"device: wanted a device of this machine ({' or '.join(there)}), got {str(target)!r}: {why}")
     return target
 
 

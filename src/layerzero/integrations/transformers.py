@@ -83,7 +83,9 @@ def register_with_transformers(name: str = "layerzero") -> None:
     warning. Transformers has no entry points for attention (5.23), so this has to be called before a model is loaded.
     Raises: ImportError without a known version; ValueError for a name that Transformers gives a meaning.
     """
-    transformers_patches.check_version()
+    if problem := transformers_patches.version_problem():
+        install = f"pip install 'transformers{transformers_patches.VERSIONS}'"
+        raise ImportError(f"register_with_transformers: {problem}; {install}")
     from transformers import AttentionInterface, AttentionMaskInterface
 
     reserved = re.search(r"flash|flex_attention|sdpa|eager|[|/:@]", name)

@@ -33,15 +33,14 @@ VERSIONS = SpecifierSet(">=5.4,<6")
 """Versions of Transformers whose masks, layers and caches are known: before 5.4 ``cache_position`` made masks."""
 
 
-def check_version() -> None:
-    """Raise ImportError for a version of Transformers whose internals are not known, and without any."""
+def version_problem() -> str:
+    """What is wrong with the Transformers that is here; empty where its internals are known."""
     try:
         from transformers import __version__ as found
     except ImportError:
         found = "none"
-    if found == "none" or not VERSIONS.contains(found, prereleases=True):
-        wanted = f"wanted transformers {VERSIONS}, whose internals are known, got {found}"
-        raise ImportError(f"register_with_transformers: {wanted}; pip install 'transformers{VERSIONS}'")
+    known = found != "none" and VERSIONS.contains(found, prereleases=True)
+    return "" if known else f"wanted transformers {VERSIONS}, whose internals are known, got {found}"
 
 
 BATCHED = frozenset({"cache", "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args"})

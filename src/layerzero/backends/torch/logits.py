@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
+from layerzero.backends.torch.attention import FLOATS, TORCH, kernel, no_atomics
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.sampling import formulas
@@ -84,11 +84,6 @@ def _load_logprobs(facts: Facts) -> Callable[..., Any]:
 def _by_one(facts: Facts) -> bool:
     """A sum of a row is one thread's on a CPU, as long as it is short; elsewhere its order follows from the batch."""
     return facts.device.platform == "cpu" and facts.size("vocab") < 2**15
-
-
-def _added_in_order(facts: Facts) -> bool:
-    """A place that is named twice: GPUs add its numbers in any order."""
-    return facts.device.platform == "cpu"
 
 
 _EACH_BY_ITSELF = dict.fromkeys(("batch_invariant", "tp_invariant"), True)
@@ -214,8 +209,8 @@ KERNELS = (
         COUNTED, id="torch.penalties_counted", accepts=("prompt_mask", *_BY), **_EXPRESSED, **_EACH_BY_ITSELF
     ),
     Kernel.of_expression(
-        BIAS, id="torch.logit_bias", batch_invariant=_added_in_order, tp_invariant=_added_in_order, **_EXPRESSED
-    ),
+        BIAS, id="torch.logit_bias", batch_invariant=no_atomics, tp_invariant=no_atomics, **_EXPRESSED
+    ),  # a place that is named twice
     Kernel.of_expression(BITMASK, id="torch.token_bitmask", **_EXPRESSED),
     *(
         kernel(

@@ -25,6 +25,7 @@ from layerzero.integrations.optimize.swaps.candidate import distance, outermost,
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, Workload, example_run
 from layerzero.integrations.transformers import EXCHANGED
+from layerzero.integrations.transformers_patches import version_problem
 from layerzero.serving.warmup import Progress
 
 NAME = "layerzero"
@@ -138,15 +139,6 @@ class AttentionSwap:
         return self.meanwhile(self.of)
 
 
-def untested(version: str) -> str:
-    """Say that a version of Transformers is one that nothing was tried with; empty where it is not."""
-    from layerzero.integrations.transformers_patches import VERSIONS
-
-    if VERSIONS.contains(version, prereleases=True):
-        return ""
-    return f"wanted transformers {VERSIONS}, whose internals are known, got {version}; modules are taken by themselves"
-
-
 @dataclass
 class Search:
     """What finders of one model share: each yields what may be put on, or is left.
@@ -183,9 +175,8 @@ def find(search: Search) -> Iterator[Replaced | Left]:
     """Attention of Transformers' models that gave what theirs gives, on the inputs or on Transformers' example."""
     for path, model in outermost(search.root, "transformers", "PreTrainedModel"):
         name, workload = type(model).__name__, search.workload
-        why = untested(sys.modules["transformers"].__version__)
-        if why:
-            yield Left(path, name, why)
+        if why := version_problem():
+            yield Left(path, name, f"{why}; modules are taken by themselves")
             continue
         why, error, exchange = why_not(model), None, None
         step = f"comparing the attention of {name}"
@@ -243,8 +234,8 @@ def _sharing(model: Any) -> str:
     """
     mine = [each for each in configs_of(model) if each._attn_implementation != NAME]
     own, kind = {id(vars(each)) for each in model.modules()}, sys.modules["transformers"].PreTrainedModel
-    holding = [each for each in gc.get_referrers(*mine) if type(each) is dict and "_modules" in each]
-    others = [each for each in holding if id(each) not in own]
+    states = [each for each in gc.get_referrers(*mine) if type(each) is dict and "_modules" in each]
+    others = [each for each in states if id(each) not in own]
     owners = gc.get_referrers(*others) if others else []
     found = [each for each in owners if isinstance(each, kind) and any(vars(each).get("config") is one for one in mine)]
     around = {id(one) for each in found if any(one is model for one in each.modules()) for one in each.modules()}
