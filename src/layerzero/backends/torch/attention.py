@@ -129,11 +129,16 @@ def load_cpu_flash(facts: Facts, attend: Attend | None = None) -> Callable[..., 
         output, lse = operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)
         if not return_lse:
             return output
-        if attn_mask is not None:  # the kernel says 0 of a query that sees no key
-            lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
-        return output, lse.float()
+        return output, lse_seen(lse, attn_mask)
 
     return by_group(flash, facts)
+
+
+def lse_seen(lse: Tensor, mask: Tensor | None) -> Tensor:
+    """The log-sum-exp of the CPU's kernel, which says 0 of a query that sees no key."""
+    if mask is not None:
+        lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+    return lse.float()
 
 
 @functools.lru_cache(maxsize=16)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, always, kernel, no_atomics
 from layerzero.backends.torch.norm import FINITE
-from layerzero.backends.torch.paged import load_append, load_cuda, load_each, load_gather
-from layerzero.backends.torch.rope import load_split, rows_for, turning
+from layerzero.backends.torch.paged import flash_over_gathered, load_append, load_each, load_gather
+from layerzero.backends.torch.rope import load_rope, load_split
 from layerzero.backends.torch.varlen import EACH, FLASH
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
@@ -103,14 +103,7 @@ def appending(facts: Facts) -> Append:
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    rows, turn = rows_for(facts), turning(facts)
-
-    def rotate(query: Tensor, key: Tensor, *of: Any) -> tuple[Tensor, Tensor]:
-        *places, interleaved = of
-        pair = rows(query, *places)
-        return turn(query, *pair, interleaved), turn(key, *pair, interleaved)
-
-    return rotate_then_append(rotate, appending(facts), in_place=False)
+    return rotate_then_append(load_rope(facts), appending(facts), in_place=False)
 
 
 def _over_gathered(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) -> Callable[..., Any]:
@@ -152,7 +145,9 @@ _COMMON: dict[str, Any] = {
     "workspace_bytes": _gathered_bytes,
 }
 _CODES = limit.last_stride_one("key_cache", "value_cache")
-_GATHER, _EACH, _VARLEN = (functools.partial(_over_gathered, load=load) for load in (load_gather, load_each, load_cuda))
+_GATHER, _EACH, _VARLEN = (
+    functools.partial(_over_gathered, load=load) for load in (load_gather, load_each, always(flash_over_gathered))
+)
 
 KERNELS = (
     _kernel("append_rows", "kv.append.contiguous", always(write_rows)),
