@@ -92,6 +92,9 @@ def no_atomics(facts: Facts) -> bool:
     return facts.device.platform == "cpu"
 
 
+BY_ITSELF: dict[str, Any] = {"batch_invariant": True, "tp_invariant": True}
+"""Of kernels that compute each row by itself: neither other rows nor other ranks change its bits."""
+
 FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
 UNLISTED = ("rocm", "xpu", "hpu", "mps")

@@ -16,7 +16,7 @@ long as the group: a capture finds it there. Launches of one group share it, so 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from layerzero.backends.norm_limits import BoundsSizes
 from layerzero.backends.torch.attention import FLOATS, TORCH, always, kernel
 from layerzero.core import limits as limit
 from layerzero.core.errors import InvalidCallError
@@ -33,7 +34,6 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Operation
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.reuse_conditions import Condition, SizedCall, conditions
 from layerzero.ops.comm import declare
 from layerzero.ops.comm.ranks import DENSE, PEERS, Ranks, gathered, ranks_of, then_norm, tree_sum
 
@@ -157,7 +157,7 @@ def two_shot(input: Tensor, *, group: Any = None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class InOneShot(limit.Limit):
+class InOneShot(BoundsSizes):
     """So few numbers that one shot is quicker than two, or than NCCL; on two ranks more, of float32 half as many."""
 
     def check(self, facts: Facts) -> limit.Findings:
@@ -174,11 +174,6 @@ class InOneShot(limit.Limit):
 
     def describe(self) -> str:
         return f"payload <= {ONE_SHOT_ELEMENTS}, of two ranks {ONE_SHOT_OF_TWO}, {ONE_SHOT_OF_TWO // 2} of float32"
-
-
-@conditions.register
-def _in_one_shot(limit: InOneShot, call: SizedCall) -> Iterable[Condition] | None:
-    return () if not limit.check(call.largest()) else None
 
 
 _OF_PEERS = (

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, always, kernel, no_atomics
+from layerzero.backends.torch.attention import BY_ITSELF, CPU_FLASH, FLOATS, always, kernel, no_atomics
 from layerzero.backends.torch.norm import FINITE
 from layerzero.backends.torch.paged import flash_over_gathered, load_append, load_each, load_gather
 from layerzero.backends.torch.rope import load_rope, load_split
@@ -83,15 +83,7 @@ def _kernel(
     name: str, operation: str, load: Callable[[Facts], Callable[..., Any]], *, graph_safe: bool = True
 ) -> Kernel:
     return kernel(
-        f"torch.{name}",
-        operation,
-        load,
-        FLOATS,
-        layout="NHD",
-        batch_invariant=True,
-        tp_invariant=True,
-        graph_safe=graph_safe,
-        priority=20,
+        f"torch.{name}", operation, load, FLOATS, layout="NHD", **BY_ITSELF, graph_safe=graph_safe, priority=20
     )
 
 
@@ -164,8 +156,7 @@ KERNELS = (
         layout="NHD",
         accepts=("interleaved",),
         grad=True,
-        batch_invariant=True,
-        tp_invariant=True,
+        **BY_ITSELF,
         priority=20,
     ),
     kernel(
@@ -188,8 +179,7 @@ KERNELS = (
         layout="NHD",
         accepts=("q_weight", "k_weight", "interleaved", "eps", "plus_one"),
         grad=True,
-        batch_invariant=True,
-        tp_invariant=True,
+        **BY_ITSELF,
         priority=20,
     ),
     kernel(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, always, kernel, no_atomics
+from layerzero.backends.torch.attention import BY_ITSELF, FLOATS, TORCH, always, kernel, no_atomics
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.sampling import formulas
@@ -83,7 +83,6 @@ def _by_one(facts: Facts) -> bool:
     return facts.device.platform == "cpu"
 
 
-_EACH_BY_ITSELF = dict.fromkeys(("batch_invariant", "tp_invariant"), True)
 _MADE = tuple(
     kernel(
         name,
@@ -94,7 +93,7 @@ _MADE = tuple(
         grad=name != "torch.penalties",  # torch adds up the gradient of a place once for each time it is named
         handles_negated=True,
         priority=30 if name == "torch.penalties_whole" else 40,
-        **_EACH_BY_ITSELF | ({"batch_invariant": _by_one} if name == "torch.logprobs" else {}),
+        **BY_ITSELF | ({"batch_invariant": _by_one} if name == "torch.logprobs" else {}),
     )
     for name, operation, run, accepts in (
         ("torch.penalties", "sampling.penalties", _penalties, ("prompt_ids", *_BY)),
@@ -198,7 +197,7 @@ _OF_DRAFTS = ("draft_probs", "draft_lens", "seed", "seed_by_row", "generator")
 KERNELS = (
     *_MADE,
     Kernel.of_expression(
-        COUNTED, id="torch.penalties_counted", accepts=("prompt_mask", *_BY), **_EXPRESSED, **_EACH_BY_ITSELF
+        COUNTED, id="torch.penalties_counted", accepts=("prompt_mask", *_BY), **_EXPRESSED, **BY_ITSELF
     ),
     Kernel.of_expression(
         BIAS, id="torch.logit_bias", batch_invariant=no_atomics, tp_invariant=no_atomics, **_EXPRESSED

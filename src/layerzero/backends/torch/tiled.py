@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
+from layerzero.backends.torch.attention import BY_ITSELF, FLOATS, TORCH, kernel
 from layerzero.backends.torch.cpu_half import linear_for, many, widened
 from layerzero.backends.torch.linear import load_block, load_then, own
 from layerzero.core.facts import Facts
@@ -269,9 +269,8 @@ KERNELS = (
             load=functools.partial(
                 _load_activation, formula=operations[0].expression or operations[0].reference, gated=len(operations) > 1
             ),
-            batch_invariant=True,
+            **BY_ITSELF,
             asked_for=True,
-            tp_invariant=True,
             handles_negated=True,
             priority=3,
         )

@@ -41,18 +41,9 @@ from layerzero.core.limit_kinds import Limit
 from layerzero.ops.rope import split
 from layerzero.ops.rope_append.packed_steps import rotate_then_append
 
-
-def _load(facts: Facts) -> Callable[..., Any]:
-    return split.rope(rotating(facts), in_place=False)
-
-
 _LIMITS = (limit.dtype("float32", "float16", "bfloat16"), TABLE_IN_FLOAT32, HEADS_DIVIDE)
-
-
 _TOKENS: tuple[Limit, ...] = (
-    limit.dtype("float32", "float16", "bfloat16"),
-    TABLE_IN_FLOAT32,
-    HEADS_DIVIDE,
+    *_LIMITS,
     limit.equal("value_dim", "head_dim"),
     HEADS_FOR_WARPS,
     limit.contiguous("value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
@@ -149,7 +140,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.rope",
         "posenc.rope",
-        _load,
+        lambda facts: split.rope(rotating(facts), in_place=False),
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=_LIMITS,  # it works on copies of its own
