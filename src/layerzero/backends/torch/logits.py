@@ -28,6 +28,7 @@ from layerzero.ops.sampling import formulas
 from layerzero.ops.sampling.checks import check_draft, check_target
 from layerzero.ops.sampling.logits import BIAS, COUNTED, PENALTIES_BY
 from layerzero.ops.sampling.request_state import BITMASK
+from layerzero.ops.sampling.verify import TREE
 
 _NUMBERS = tuple(each.name for each in PENALTIES_BY)
 _BY = (*_NUMBERS, *(f"{name}_by_row" for name in _NUMBERS))
@@ -154,31 +155,6 @@ def _load_chain(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_tree(facts: Facts) -> Callable[..., Any]:
-    on_cpu = facts.device.platform == "cpu"
-
-    def run(
-        target_probs: Tensor,
-        draft_ids: Tensor,
-        parents: Tensor,
-        *,
-        draft_probs: Tensor | None = None,
-        draft_lens: Tensor | None = None,
-        seed: int | None = None,
-        seed_by_row: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        target = formulas.probabilities(target_probs.detach(), logits=False)
-        drafted = None if draft_probs is None else formulas.probabilities(draft_probs.detach(), logits=False)
-        if on_cpu:
-            check_target(target, "sampling.verify.tree", draft_lens)
-            check_draft(drafted, "sampling.verify.tree", draft_lens)
-        own = formulas.generator_of(seed, generator, target.device)
-        return formulas.walked(draft_ids, target, drafted, parents, own, draft_lens, seed_by_row)
-
-    return run
-
-
 def _greedy(
     target_probs: Tensor, draft_ids: Tensor, *, parents: Tensor | None = None, draft_lens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -217,7 +193,7 @@ KERNELS = (
         )
         for name, operation, load, accepts in (
             ("torch.verify", "sampling.verify", _load_chain, _OF_DRAFTS),
-            ("torch.verify_tree", "sampling.verify.tree", _load_tree, _OF_DRAFTS),
+            ("torch.verify_tree", TREE.name, always(TREE.reference), _OF_DRAFTS),
             ("torch.verify_greedy", "sampling.verify.greedy", always(_greedy), ("parents", "draft_lens")),
         )
     ),

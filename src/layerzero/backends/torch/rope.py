@@ -20,7 +20,8 @@ from layerzero.backends.torch.attention import FLOATS, kernel
 from layerzero.backends.torch.norm import FINITE
 from layerzero.core.facts import Facts
 from layerzero.ops.rope.declare import wide_dtype
-from layerzero.ops.rope.split import SPLIT_ACCEPTS, parts
+from layerzero.ops.rope.split import SPLIT_ACCEPTS
+from layerzero.ops.rope.stock import parts
 
 _PIECE = 2**18
 """Elements that a CPU rotates at once: what lies between is in its cache then, and not in new memory of the system. 1 x

@@ -39,6 +39,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Limit
 from layerzero.ops.rope import split
+from layerzero.ops.rope.stock import parts
 from layerzero.ops.rope_append.packed_steps import rotate_then_append
 
 _LIMITS = (limit.dtype("float32", "float16", "bfloat16"), TABLE_IN_FLOAT32, HEADS_DIVIDE)
@@ -106,7 +107,7 @@ def _load_fused_split(facts: Facts) -> Callable[..., Any]:
         joined = qkv.clone(memory_format=torch.contiguous_format)
         rows = joined.view(batch * seq, -1)
         operator(rows, heads, kv_heads, kv_heads, head_dim, eps, q_weight, k_weight, table, not interleaved, places)
-        return split.parts(joined, heads, kv_heads)
+        return parts(joined, heads, kv_heads)
 
     return run
 
