@@ -229,7 +229,7 @@ def append_quantized_kv_(
     quantized.write(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
 
 
-APPEND_QUANTIZED = writing(
+_WRITES_CODES = writing(
     "kv.append.quantized",
     "Write new keys and values, divided by scales, into the slots of a cache of float8 or int8",
     append_quantized_kv_,
@@ -251,6 +251,7 @@ APPEND_QUANTIZED = writing(
     work=functools.partial(moved, ("tokens",)),
     sweep=slots_sweep("tokens", STEPS),
 )
+APPEND_QUANTIZED = replace(_WRITES_CODES, schema=replace(_WRITES_CODES.schema, codes=quantized.CODES))
 
 OPERATIONS = (APPEND, GATHER, COPY_BLOCKS, APPEND_QUANTIZED)
 

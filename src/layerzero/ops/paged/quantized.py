@@ -125,6 +125,9 @@ def _reference(attend: Callable[..., Any], tensors: int) -> Callable[..., Any]:
 DERIVED = ("cache_dtype", "scale_axes")
 """Facts of any call over such a cache, which :func:`derive` tells."""
 
+CODES = (("cache_dtype", ReasonCode.KV_CACHE_DTYPE_MISMATCH),)
+"""What a kernel that does not read such a cache is refused with."""
+
 
 def derive(arguments: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, object]:
     """What the cache holds, and whether scales are one number, one a head, or one a token and head."""
@@ -255,7 +258,9 @@ def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int
     allowed = Case("narrow_query", {**small.sizes, **sizes}, {**small.params, NARROW_QUERY.name: True})
     return replace(
         like,
-        schema=replace(schema, operation=name, inputs=(*inputs, *SCALES), params=(*schema.params, NARROW_QUERY)),
+        schema=replace(
+            schema, operation=name, inputs=(*inputs, *SCALES), params=(*schema.params, NARROW_QUERY), codes=CODES
+        ),
         summary=summary,
         reference=_reference(like.reference, len(inputs) - 3),
         cases=(small, allowed),

@@ -312,6 +312,7 @@ ROPE_APPEND_QUANTIZED = replace(
             ),
             *SCALES,
         ),
+        codes=codes.CODES,
     ),
     summary="Rotary positions of queries and keys, keys and values written into a cache of float8 or int8",
     reference=rope_append_quantized_reference,
