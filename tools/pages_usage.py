@@ -85,7 +85,8 @@ def settings() -> str:
         _ORDER,
         f"```yaml\n{EXAMPLE}\n```",
         table(["key", "type", "default", "meaning"], built),
-        "Other spellings: " + ", ".join(f"`{alias}` for `{key}`" for alias, key in sorted(ALIASES.items())) + ".",
+        "Other spellings: " + ", ".join(f"`{alias}` for `{key}`" for alias, key in sorted(ALIASES.items())) + ". "
+        "`broadcast` is `rank0_broadcast`.",
         "## Environment variables",
         table(["variable", "sets", "example"], _variables()),
         "## A poorer CPU",

@@ -105,6 +105,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "PolicyError",
         "RegistrationError",
         "UnknownOperationError",
+        "VersionMismatchError",
     ),
 }
 _MODULES = {"judges": "layerzero.core.judges", "limits": "layerzero.core.limits", "testing": "layerzero.testing"}

@@ -26,6 +26,7 @@ from layerzero.core.errors import (
     PolicyError,
     RegistrationError,
     UnknownOperationError,
+    VersionMismatchError,
 )
 from layerzero.core.facts import Facts, FactsBuilder
 from layerzero.core.graph_capture import capturing
@@ -184,6 +185,7 @@ __all__ = [
     "TokenizerCacheConfig",
     "Tolerance",
     "UnknownOperationError",
+    "VersionMismatchError",
     "WeightFormat",
     "__version__",
     "add_bias",

@@ -37,6 +37,17 @@ def test_environment_variables(variable, text, settings):
     assert environment_settings({variable: text}) == settings
 
 
+def test_settings_of_ranks_may_stand_in_a_section_of_their_own(tmp_path):
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("distributed: {selection_mode: broadcast, on_version_mismatch: fallback}")
+    lz.load_config(file)
+    policy = config.CONFIGURATION.policy
+    assert [policy[each] for each in ("distributed_selection", "on_version_mismatch")] == [
+        "rank0_broadcast",
+        "fallback",
+    ]
+
+
 @pytest.mark.parametrize(("variable", "text", "wanted"), [
     ("LAYERZERO_PREFFER", "x", "did you mean 'LAYERZERO_PREFER'"),
     ("LAYERZERO_DISABLED", "maybe", "wanted 1 or 0"),

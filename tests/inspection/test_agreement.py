@@ -188,7 +188,7 @@ def test_other_versions_are_told_and_refused(monkeypatch, held):
     before = lz.agree() if held else None
     versions = {**said_of(own()).versions, "torch": "1.13.0", "mine": "2"}
     ranks(monkeypatch, own(), versions=versions)
-    with pytest.raises(lz.FrozenChoiceError) as caught:
+    with pytest.raises(lz.VersionMismatchError) as caught:
         lz.agree()
     assert f"rank 1: torch: wanted 1.13.0 as on the first rank, got {torch.__version__}" in caught.value.problems
     assert "rank 1: mine: wanted 2 as on the first rank, got none" in caught.value.problems

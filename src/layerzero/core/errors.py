@@ -11,6 +11,7 @@ LayerZeroError
 +-- NoCompatibleKernelPairError            a target and its draft have no kernels that fit together
 +-- KernelExecutionError                   a kernel was called and failed
 +-- FrozenChoiceError                      this process would not make the choices that a document has
+|   +-- VersionMismatchError               ranks that agree have other versions
 LayerZeroWarning (UserWarning)
 +-- LayerZeroFallbackWarning               the reference ran, or a kernel failed and another took over
 +-- LayerZeroPerformanceWarning            a call has to run in a slow way, and what would spare it
@@ -248,6 +249,10 @@ class FrozenChoiceError(LayerZeroError):
         self.name = name
         self.problems = tuple(problems)
         super().__init__(_listed(name, problems))
+
+
+class VersionMismatchError(FrozenChoiceError):
+    """Ranks that agree differ in versions or kernels, and in nothing else; ``on_version_mismatch`` is ``error``."""
 
 
 class LayerZeroWarning(UserWarning):

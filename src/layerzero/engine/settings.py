@@ -279,10 +279,15 @@ ALIASES = {
     "isolation_mode": "backend_isolation",
     "avoid": "avoid_sources",
     "prefer": "prefer_sources",
+    "distributed.selection_mode": "distributed_selection",
+    "distributed.on_version_mismatch": "on_version_mismatch",
     "perfdb.auto_tune": "auto_tune_on_warmup",
     "perfdb.tune_samples": "tune_samples",
 }
 """Other spellings that are accepted for a key."""
+
+_VALUES = {("distributed_selection", "broadcast"): "rank0_broadcast"}
+"""The same of values."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -299,7 +304,7 @@ def flatten(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     Raises: PolicyError for a section that is none.
     """
     flat: dict[str, Any] = {}
-    sections = {key.split(".")[0] for key in SETTINGS if "." in key}
+    sections = {key.split(".")[0] for key in (*SETTINGS, *ALIASES) if "." in key}
     for key, value in values.items():
         name = ALIASES.get(key, key)
         if name in sections and name not in SETTINGS:
@@ -337,6 +342,7 @@ def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
             problems.append(f"{origin}: unknown key {name!r}{hint or '.'} See `layerzero config keys`.")
             continue
         given = list(value) if isinstance(value, tuple) else value
+        given = _VALUES.get((name, given), given) if isinstance(given, str) else given
         try:
             flat[name] = msgspec.convert(given, SETTINGS[name].kind, strict=True)
         except msgspec.ValidationError:

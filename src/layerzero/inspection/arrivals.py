@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from layerzero.core.device import Device
-from layerzero.core.errors import FrozenChoiceError
+from layerzero.core.errors import FrozenChoiceError, VersionMismatchError
 from layerzero.core.facts import Facts
 from layerzero.engine import probe
 from layerzero.engine.config import CONFIGURATION, unusual
@@ -181,7 +181,7 @@ def arrived(board: Board, said: Sequence[bytes]) -> Verdict:
             others += _unlike(f"rank {rank}: ", first.versions, each.versions, "none")
     on_mismatch = CONFIGURATION.policy["on_version_mismatch"]
     if problems or (others and on_mismatch == "error"):
-        raise FrozenChoiceError("agree", [*problems, *others])
+        raise (FrozenChoiceError if problems else VersionMismatchError)("agree", [*problems, *others])
     if others and on_mismatch == "fallback":
         return Verdict("fallback", [], [*others, "all ranks run torch's own kernels and the references"], common)
     kinds: dict[tuple[str, int], list[int]] = defaultdict(list)

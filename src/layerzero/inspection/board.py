@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 import torch.distributed
 
-from layerzero.core.errors import FrozenChoiceError, PolicyError
+from layerzero.core.errors import FrozenChoiceError, PolicyError, VersionMismatchError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,10 +45,11 @@ def world() -> object | None:
 
 
 class Decided(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What holds for all ranks: an answer, or why there is none."""
+    """What holds for all ranks: an answer, or why there is none; ``versions`` where only those keep it away."""
 
     answer: msgspec.Raw = msgspec.Raw(b"null")
     problems: list[str] = []
+    versions: bool = False
 
 
 Decide = Callable[[Sequence[bytes]], object]
@@ -139,7 +140,7 @@ class Board:
                 text = self._asked_again(stage, error)
             found = msgspec.json.decode(text, type=Decided)
         if found.problems:
-            raise FrozenChoiceError("agree", found.problems)
+            raise (VersionMismatchError if found.versions else FrozenChoiceError)("agree", found.problems)
         return bytes(found.answer)
 
     def leave(self, said: bytes, decide: Decide) -> None:
@@ -230,6 +231,6 @@ def _decided(said: Sequence[bytes], decide: Decide) -> Decided:
     try:
         return Decided(msgspec.Raw(msgspec.json.encode(decide(said))))
     except FrozenChoiceError as error:
-        return Decided(problems=list(error.problems))
+        return Decided(problems=list(error.problems), versions=isinstance(error, VersionMismatchError))
     except Exception as error:  # noqa: BLE001  # the others wait for it
         return Decided(problems=[f"deciding failed: {type(error).__name__}: {error}"])
