@@ -15,6 +15,7 @@ from layerzero.cli import bench as command
 from layerzero.cli.app import main
 from layerzero.core.operation import Case
 from layerzero.testing.generate import RandomCall
+from layerzero.testing.single_run import duplicate
 from layerzero.tuning.measurement import bench as measured
 from layerzero.tuning.measurement.admission import Ceiling
 from layerzero.tuning.measurement.bench import MOST_BYTES, TORCH, UNSAFE, TimedBy, on_device
@@ -159,7 +160,7 @@ def test_what_shares_memory_shares_it_in_copies():
     call = Job("posenc.rope", case, "float32").make("cpu")
     cos, sin = call.arguments["cos"], call.arguments["sin"]
     assert cos.untyped_storage().data_ptr() == sin.untyped_storage().data_ptr()
-    copy = measured._copy(call).arguments
+    copy = duplicate(call).arguments
     assert copy["cos"].untyped_storage().data_ptr() == copy["sin"].untyped_storage().data_ptr()
     assert copy["cos"].untyped_storage().data_ptr() != cos.untyped_storage().data_ptr()
     for name in ("query", "key", "cos", "sin"):
@@ -171,7 +172,7 @@ def test_copies_of_a_call_have_caches_and_steps_of_their_own():
     cache = lz.KVCache(1, 2, 32, pages=8, page_size=16, dtype=torch.float32)
     step = cache.writing([cache.allocate()], [5])
     call = RandomCall("paged_attention", {"query": torch.randn(5, 8, 32), "key_cache": cache.layer(0), "step": step})
-    copy = measured._copy(call).arguments
+    copy = duplicate(call).arguments
     for name in ("query", "key_cache", "value_cache", "block_tables", "context_lens", "cu_seqlens_q"):
         assert torch.equal(copy[name], call.arguments[name])
         assert copy[name].data_ptr() != call.arguments[name].data_ptr()
@@ -181,7 +182,7 @@ def test_copies_of_a_call_have_caches_and_steps_of_their_own():
     ragged = RandomCall("ragged_attention", each | {
         "cu_seqlens_q": starts, "cu_seqlens_k": starts, "step": lz.RaggedMetadata(starts, starts)
     })  # fmt: skip
-    copy = measured._copy(ragged).arguments
+    copy = duplicate(ragged).arguments
     assert copy["step"].belongs(copy["cu_seqlens_q"], copy["cu_seqlens_k"])
 
 
@@ -194,7 +195,7 @@ def test_a_handle_that_nobody_can_make_again_is_warm(counting, monkeypatch):
         return on_device(call, report, {report.kernel_id}, graphs=Counting(), cache=8 * CACHE)[report.kernel_id].cache
 
     assert state() == "cold"
-    monkeypatch.setattr(measured, "_copy", lambda each: RandomCall(each.function, dict(each.arguments)))
+    monkeypatch.setattr(measured, "duplicate", lambda each: RandomCall(each.function, dict(each.arguments)))
     assert state() == "warm"
 
 

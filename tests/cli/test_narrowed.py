@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from layerzero.cli.app import main
 from layerzero.engine.dispatch import ENGINE
 from layerzero.testing import fuzz
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
 
 
 def layerzero(*words):
@@ -25,13 +27,12 @@ def test_fuzz_makes_calls_of_one_operation_only():
     assert all("rms" in name for name in found["kernels"])
 
 
-def test_a_call_of_a_narrowed_run_is_made_again_and_counts_for_no_call_of_this_machine(monkeypatch):
-    noted = []
-    monkeypatch.setattr(ENGINE.ledger, "called", noted.append)
+def test_a_call_of_a_narrowed_run_is_made_again_and_counts_for_no_call_of_this_machine(tmp_path):
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
     source = fuzz._Source(["norm.rms"])
     number = next(iter(source.numbers(5, 1, 3, "cpu")))
     assert fuzz.replay(3, number, operations=["norm.rms"]).ok
-    assert noted == []  # readiness wanted builds for sizes that were invented
+    assert ENGINE.ledger.calls() == []  # readiness wanted builds for sizes that were invented
     failure = fuzz.Failure(3, number, "k", "chosen", "wrong", "call", ("norm.rms",))
     assert failure.reproducer.endswith(f"fuzz.replay(3, {number}, operations=['norm.rms']))")
 

@@ -22,7 +22,7 @@ from layerzero.core.system import disk
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.prediction import fitting
 from layerzero.tuning.storage import connections, database, journal, journal_merge, learning
-from layerzero.tuning.storage.connections import in_transaction
+from layerzero.tuning.storage.sql_schema import in_transaction
 from layerzero.tuning.storage.store import TimeStore
 
 

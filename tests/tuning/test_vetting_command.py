@@ -120,7 +120,7 @@ def test_what_shapes_cannot_say_is_vetted_from_a_recorded_call(function, argumen
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--kernel", "nobody.*"), "wanted kernels, got none of nobody.*"),
+        (("--kernel", "nobody.*"), "--kernel: wanted a library or kernel, got 'nobody.*'"),
         (("--shapes", "4by64"), "got '4by64'"),
         (("--module", "no_such_module"), "--module no_such_module: wanted a module that imports"),
     ],

@@ -30,7 +30,7 @@ from layerzero.cli.flags import (
 from layerzero.cli.output import FINE, NO, Answer, Live, live, say
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.engine.config import current_policy
-from layerzero.engine.policy import names_kernel
+from layerzero.engine.policy import names_any
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.measurement.bench import TORCH, Benched, Line, TimedBy
 from layerzero.tuning.measurement.clocks import clock_of, current
@@ -257,19 +257,10 @@ def _rows(found: Sequence[Benched]) -> Iterator[RenderableType]:
     kept = list(found)
     while len(kept) > 1 and len(kept) + len({each.operation for each in kept}) > MOST_ROWS:
         kept.pop()
-    by_device = any(each.timed == "device" for each in kept)
-    time = "device us" if by_device else "us"
+    time = "device us" if any(each.timed == "device" for each in kept) else "us"
     right = (time, "vs torch", "its time")
-    table = table_of(
-        "call",
-        "fastest kernel",
-        time,
-        "vs torch",
-        "LayerZero chooses",
-        "its time",
-        right=right,
-        ids=("call", "fastest kernel"),
-    )
+    headers = ("call", "fastest kernel", time, "vs torch", "LayerZero chooses", "its time")
+    table = table_of(*headers, right=right, ids=headers[:2])
     for operation in dict.fromkeys(each.operation for each in kept):
         new_row(table, Text(operation, style="bold"), "", "", "", "", "")
         for each in kept:
@@ -356,7 +347,7 @@ def timed_of(text: str | None, device: torch.device) -> TimedBy:
 
 def dtypes_taken(only: Sequence[str], operation: str, usual: Sequence[str]) -> Sequence[str]:
     """Of the usual dtypes those that some of these kernels take, or else what the kernels name."""
-    kernels = [each for each in REGISTRY.kernels(operation) if any(names_kernel(name, each) for name in only)]
+    kernels = [each for each in REGISTRY.kernels(operation) if names_any(only, each)]
     named = [listing.dtypes(each) for each in kernels]
     if not all(named):
         return usual

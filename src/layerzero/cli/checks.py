@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerzero.cli.calls import AsJson, Modules, device_here
+from layerzero.cli.calls import NONE, AsJson, Kernels, Modules, Where, device_here
 from layerzero.cli.output import FINE, NO, Answer, examples, import_modules, say
 
 if TYPE_CHECKING:
@@ -18,10 +18,7 @@ def fuzz(
     seed: Annotated[
         int, typer.Option(metavar="N", help="Seed that draws them; the same seed draws the same calls.")
     ] = 0,
-    kernel: Annotated[
-        list[str] | None,
-        typer.Option("--kernel", metavar="KERNEL", help="Test these kernels only: id, glob or library."),
-    ] = None,
+    kernel: Kernels = NONE,
     operation: Annotated[
         list[str] | None,
         typer.Option(
@@ -50,7 +47,7 @@ def fuzz(
     from layerzero.testing import fuzz as fuzzing
 
     import_modules(module or ())
-    listing.kernels_exist(kernel or [])
+    listing.kernels_exist(kernel)
     log = logging.getLogger("layerzero")
     level = log.level
     log.setLevel(logging.ERROR)  # fallbacks are expected here, and counted
@@ -59,7 +56,7 @@ def fuzz(
             calls,
             seed,
             progress=lambda so_far: say(_progress(so_far, calls)),
-            kernels=kernel,
+            kernels=kernel or None,
             operations=operation or (),
             device=device,
         )
@@ -67,32 +64,19 @@ def fuzz(
         log.setLevel(level)
     proved = report.ok and report.comparisons > 0
     if report.comparisons == 0:
-        say(f"nothing was compared: none of {calls} calls was legal for {', '.join(kernel or ['any kernel'])}")
+        say(f"nothing was compared: none of {calls} calls was legal for {', '.join(kernel) or 'any kernel'}")
     return Answer(_fuzz_data(report), lambda: [str(report)], FINE if proved else NO)
 
 
 def conformance(
     backend: Annotated[
-        list[str] | None, typer.Option(metavar="LIBRARY", help="Check this library only; again for more.")
-    ] = None,
+        list[str], typer.Option(metavar="LIBRARY", help="Check this library only; again for more.")
+    ] = NONE,
     operation: Annotated[
         str, typer.Option("--operation", metavar="OPERATION", help="An operation, function, alias or glob.")
     ] = "*",
-    kernel: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--kernel", metavar="KERNEL", help="Check these kernels only: id, glob or library; again for more."
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="DEVICE",
-            help="Device of the tensors; a GPU where there is one, else the CPU.",
-            callback=device_here,
-        ),
-    ] = None,
+    kernel: Kernels = NONE,
+    device: Where = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed that draws the random calls.")] = 0,
     calls: Annotated[int, typer.Option(metavar="N", help="Random calls of each operation and dtype.", min=1)] = 20,
     module: Modules = None,
@@ -105,12 +89,12 @@ def conformance(
     """
     from layerzero.testing import conformance as suite
 
-    backends, kernels, modules = backend or [], kernel or [], module or []
+    modules = module or []
     import_modules(modules)
     report = suite.run(
-        kernels or None,
+        kernel or None,
         operation,
-        backends=backends or None,
+        backends=backend or None,
         device=device,
         seed=seed,
         calls=calls,
@@ -119,7 +103,7 @@ def conformance(
     )
     if not report.kernels:
         of = [] if operation == "*" else [f"operation {operation}"]
-        asked = ", ".join([*(f"library {name}" for name in backends), *kernels, *of])
+        asked = ", ".join([*(f"library {name}" for name in backend), *kernel, *of])
         raise ValueError(f"wanted kernels, got none of {asked}; `layerzero kernels` lists them, --module brings yours")
     if not report.passed:
         say("nothing passed: none of these kernels may run here")

@@ -134,8 +134,8 @@ def kernels_exist(patterns: Iterable[str], option: str = "--kernel") -> None:
     for pattern in patterns:
         if not any(names_kernel(pattern, kernel) for kernel in kernels):
             known = sorted({name for kernel in kernels for name in (kernel.id, kernel.source)})
-            wanted = f"wanted a library or kernel, got {pattern!r}, which names none here{nearest(pattern, known)}"
-            raise ValueError(f"{option}: {wanted}")
+            near = nearest(pattern, known) or "; `layerzero kernels` lists them, --module brings yours"
+            raise ValueError(f"{option}: wanted a library or kernel, got {pattern!r}, which names none here{near}")
 
 
 def effective(settings: Mapping[str, tuple[Any, str]]) -> Iterator[RenderableType]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from layerzero.tuning.prediction.fitting import HeldOut
     from layerzero.tuning.storage.database import Database
     from layerzero.tuning.storage.rows import Row
+    from layerzero.tuning.storage.store import TimeStore
 
 perfdb = typer.Typer(help="Show, pass on, take over, forget and check measured times.", no_args_is_help=True)
 perfdb.info.epilog = "\b\nExamples:\n  layerzero perfdb show\n  layerzero perfdb export times.jsonl"
@@ -56,7 +57,7 @@ def show(
     from layerzero.tuning.storage import archive
 
     import_modules(module or [])
-    database = database_here()
+    database = store_here().database
     holds = archive.here()
     found = named(database, kernel, operation)
     if here:
@@ -114,7 +115,7 @@ def prune(
         raise ValueError("prune: --unknown says what --stale takes in: wanted --stale with it, got none")
     import_modules(module or [])
     before = "" if older_than is None else (datetime.now(UTC) - timedelta(days=older_than)).isoformat()
-    database = database_here()
+    database = store_here().database
     holds, times = archive.here(), named(database, kernel, operation)
     found = archive.matching(times, before=before, imported=imported)
     gone = [each for each in found if not (stale and holds(each))]
@@ -140,7 +141,7 @@ def check(json: AsJson = False) -> Answer:
     from layerzero.tuning.storage import archive
 
     spool = store_here().spool
-    database: Database = spool.database
+    database = spool.database
     problems = [*spool.notes(), *database.notes()]
     if database.path is not None and os.path.exists(database.path):  # noqa: PTH110  # notes tell what may not be read
         damage = archive.damage(database.path)
@@ -175,19 +176,13 @@ def _prediction(found: HeldOut | None) -> list[str]:
     return [f"prediction: {share}; {errors}; {found.within_claim:.0%} within twice what was claimed"]
 
 
-def store_here() -> Any:
+def store_here() -> TimeStore:
     """The times of this process's ledger; those on disk where it keeps none."""
     from layerzero.engine.dispatch import ENGINE
     from layerzero.tuning.storage.store import StoreLedger, TimeStore
 
     ledger = ENGINE.ledger
     return ledger.times if isinstance(ledger, StoreLedger) else TimeStore()
-
-
-def database_here() -> Database:
-    """Their database."""
-    database: Database = store_here().database
-    return database
 
 
 def named(database: Database, kernel: str, operation: str) -> list[Row]:

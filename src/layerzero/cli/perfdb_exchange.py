@@ -11,7 +11,7 @@ import typer
 
 from layerzero.cli.calls import AsJson, Modules
 from layerzero.cli.output import FINE, NO, Answer, examples, existing, import_modules
-from layerzero.cli.perfdb import KernelGlob, OnlyHere, OperationGlob, database_here, named, readable, store_here
+from layerzero.cli.perfdb import KernelGlob, OnlyHere, OperationGlob, named, readable, store_here
 
 if TYPE_CHECKING:
     from layerzero.tuning.storage.machine_exchange import Finding, PassedBuild
@@ -42,7 +42,7 @@ def export(
     from layerzero.tuning.storage.tables import table_of
 
     import_modules(module or [])
-    database = database_here()
+    database = store_here().database
     holds = archive.here() if here or prior else None
     kept = [each for each in named(database, kernel, operation) if holds is None or holds(each)]
     if prior:
@@ -124,7 +124,7 @@ def diff(
     if isinstance(exported, Answer):
         return exported
     found, more, builds = exported
-    database = database_here()
+    database = store_here().database
     with readable(database):
         counts, lines = machine_exchange.differences(archive.rows(database), found, limit)
     kept, left = machine_exchange.take(_ledger(), more, dry_run=True)

@@ -78,33 +78,20 @@ def tell(shown: Live, step: Step) -> None:
     shown.at(text, done, step.total, step.left_s)
 
 
-def winner(found: Contest) -> str:
-    """Which kernel won, and by how much."""
-    text, ahead, second = _first_two(found)
-    if second and ahead is None:
-        return f"{text}, no quicker than {second} within the noise"
-    return f"{text}, {ahead:.2f} times quicker than {second}" if second else text
-
-
-def _fastest(found: Contest) -> str:
-    """The same, short enough for a table."""
-    text, ahead, second = _first_two(found)
-    if second and ahead is None:
-        return f"{text} (noise)"
-    return f"{text} ({ahead:.2f}x)" if second else text
-
-
-def _first_two(found: Contest) -> tuple[str, float | None, str]:
-    """The winner with its time, how many times as long the next one takes (None within the noise), and its name."""
+def winner(found: Contest, *, short: bool = False) -> str:
+    """Which kernel won, and by how much; ``short`` enough for a table."""
     timed = [(each.kernel.id, each.measurement) for each in found.entries if each.measurement is not None]
     if not timed:
-        return "no kernel", None, ""
+        return "no kernel"
     name, best = timed[0]
     text = f"{name} {best.median_us:.1f} us"
     if len(timed) == 1:
-        return text, None, ""
+        return text
     second, other = timed[1]
-    return text, carried(best.median_us, other.median_us, best.noise, other.noise), second
+    ahead = carried(best.median_us, other.median_us, best.noise, other.noise)
+    if ahead is None:
+        return f"{text} (noise)" if short else f"{text}, no quicker than {second} within the noise"
+    return f"{text} ({ahead:.2f}x)" if short else f"{text}, {ahead:.2f} times quicker than {second}"
 
 
 def shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool = False) -> Iterator[RenderableType]:
@@ -126,7 +113,7 @@ def shown(tuned: Tuned, threads: int = 0, usual: int = 0, *, everything: bool = 
             same[found.report.operation][chosen] += 1
             continue
         now_chosen = f"{chosen}, once it is built" if now.builds else chosen
-        new_row(table, found.name, _fastest(found), now_chosen, "the same" if before == chosen else before)
+        new_row(table, found.name, winner(found, short=True), now_chosen, "the same" if before == chosen else before)
     if table.rows:
         table.caption, table.caption_justify = Text(_BRACKETS, style="dim"), "left"
         yield table

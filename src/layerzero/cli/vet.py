@@ -22,8 +22,8 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict, capture_text, class_text
-from layerzero.engine.policy import names_kernel
 from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.measurement.jobs import in_turn
 from layerzero.tuning.measurement.tune import asked_jobs
 from layerzero.tuning.verification import vetting
 
@@ -67,8 +67,8 @@ def answer(flags: VetFlags) -> Answer:
 def _of_plain(flags: VetFlags, operation: str) -> list[Pair]:
     """What works on a form of its own, and has to prove itself for it."""
     refuse_tensors("vet", operation, flags)
-    listing.kernels_exist([*flags.kernel, *flags.backend])
     named = [*flags.kernel, *flags.backend]
+    listing.kernels_exist(named)
     return list(vetting.plain_pairs(operation, plain_params(flags.param, operation), named, again=flags.again))
 
 
@@ -77,10 +77,7 @@ def _of_tensors(flags: VetFlags, operation: str) -> tuple[list[Pair], str]:
     if flags.param:
         raise ValueError("--param: wanted an operation without tensors with it, as `vet tokenize`, got another")
     names = [*flags.kernel, *flags.backend]
-    for name in names:
-        if not any(names_kernel(name, kernel) for kernel in REGISTRY.kernels()):
-            hint = "`layerzero kernels` lists them, --module brings yours"
-            raise ValueError(f"wanted kernels, got none of {name}; {hint}")
+    listing.kernels_exist(names)
     sizes = shapes_of(flags.shapes)
     here = Device.detect(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked_of = (flags.kernel or None, flags.backend or None)
@@ -98,17 +95,13 @@ def _of_tensors(flags: VetFlags, operation: str) -> tuple[list[Pair], str]:
         calls = [dataclasses.replace(each, for_graph=flags.graph).facts(here.torch_type) for each in jobs]
         of = [(kernel, facts) for facts in calls for kernel in chosen if facts.operation.name in kernel.operations]
         asked = [(kernel, facts) for kernel, facts in of if vetting.allows(kernel, facts)]
-    pairs = in_turn([pair for pair in asked if flags.again or not vetting.is_known(*pair, graph=flags.graph)])
+    turns: dict[tuple[str, str], list[Pair]] = defaultdict(list)
+    for kernel, facts in asked:
+        if flags.again or not vetting.is_known(kernel, facts, graph=flags.graph):
+            turns[kernel.id, facts.operation.name].append((kernel, facts))
+    pairs = in_turn(turns.values())
     own_cases = sizes is None and flags.manifest is None
     return pairs, f": {_nothing(chosen, asked, names, own_cases=own_cases)}"
-
-
-def in_turn(pairs: Sequence[Pair]) -> list[Pair]:
-    """One class of each kernel and operation, then another of each: what a cut leaves are further classes of all."""
-    of: dict[tuple[str, str], list[Pair]] = defaultdict(list)
-    for kernel, facts in pairs:
-        of[kernel.id, facts.operation.name].append((kernel, facts))
-    return [pair for turn in itertools.zip_longest(*of.values()) for pair in turn if pair is not None]
 
 
 def data_of(found: Sequence[vetting.Vetted]) -> dict[str, object]:

@@ -23,6 +23,7 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import DECIDE_NOTHING
 from layerzero.inspection.board import Board
 from layerzero.inspection.freeze import Frost, alone, difference, document, judged, version_of
+from layerzero.inspection.plan_document import digest
 
 PROTOCOL = 4
 """Of what ranks tell each other; the highest byte of their words."""
@@ -91,7 +92,7 @@ def arrival(known: Known, *, changed: bool) -> Arrival:
     REGISTRY.ready()
     versions, settings, held = versions_here(), settings_here(), ENGINE.frozen
     devices = _devices()
-    word = PROTOCOL << 56 | int(_digest([versions, settings])[:14], 16)
+    word = PROTOCOL << 56 | int(digest([versions, settings])[:14], 16)
     agreed, named = "", "; ".join(name for name, _ in devices)
     if isinstance(held, Agreed) and not held.fallback:
         agreed = held.document.hash
@@ -99,12 +100,12 @@ def arrival(known: Known, *, changed: bool) -> Arrival:
         marks = known.marks
     else:
         marks = held.marks = held.marks or marks_of(held.choices)
-    return Arrival(word, versions, settings, _digest(devices), named, changed, marks, agreed)
+    return Arrival(word, versions, settings, digest(devices), named, changed, marks, agreed)
 
 
 def place_of(times: str) -> bytes:
     """What this rank says of where it runs."""
-    return msgspec.json.encode(Place(platform.node(), _digest(_devices()), times))
+    return msgspec.json.encode(Place(platform.node(), digest(_devices()), times))
 
 
 def first_at(said: Sequence[bytes]) -> list[int]:
@@ -114,10 +115,6 @@ def first_at(said: Sequence[bytes]) -> list[int]:
     except msgspec.MsgspecError as error:
         raise FrozenChoiceError("agree", [f"wanted all ranks in lz.tune with a budget, or none: {error}"]) from error
     return [places.index(each) for each in places]
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
 
 
 def _devices() -> list[tuple[str, list[str]]]:
@@ -152,7 +149,7 @@ def _versions(epoch: int) -> dict[str, str]:  # kernels and libraries that chang
         "layerzero": f"{major}.{minor}" if major == "0" else major,
         "torch": str(torch.__version__),
         **found,
-        "kernels": _digest(declared)[:12],
+        "kernels": digest(declared)[:12],
     }
 
 

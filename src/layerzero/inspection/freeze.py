@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ from layerzero.engine.judgements import Later
 from layerzero.engine.plain import plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import explain_facts
-from layerzero.inspection.plan_document import ERROR, Solved, lacking
+from layerzero.inspection.plan_document import ERROR, Solved, digest, lacking
 
 FORMAT = 2
 
@@ -74,8 +73,7 @@ class Frost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def sealed(self) -> Frost:
         """The same with its hash."""
         rest = msgspec.structs.replace(self, hash="", choices=dict(sorted(self.choices.items())))
-        found = hashlib.sha256(msgspec.json.encode(rest, order="deterministic")).hexdigest()
-        return msgspec.structs.replace(rest, hash=found)
+        return msgspec.structs.replace(rest, hash=digest(rest))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, whole or not at all. Raises: OSError."""

@@ -18,11 +18,8 @@ from torch.nn import Module
 
 from layerzero.core.device import Device, capability_hash, driver_version
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.facts import Facts
-from layerzero.core.kernel import Kernel
 from layerzero.engine import probe
 from layerzero.engine.frozen_choices import FrozenChoice
-from layerzero.engine.jit import name_of
 from layerzero.engine.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -138,7 +135,7 @@ def model_of(model: Module) -> tuple[str, dict[str, Plain], str]:
     found["parameters"] = sum(each.numel() for each in model.parameters())
     found["parameter_dtypes"] = ", ".join(sorted({dtype for dtype, _ in parameters.values()}))
     name = type(model).__name__
-    return name, found, _hash([name, found, parameters])
+    return name, found, digest([name, found, parameters])
 
 
 def hardware_of(device: Device) -> dict[str, Plain]:
@@ -166,17 +163,8 @@ def libraries_of(device: Device, operations: Iterable[str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def capabilities_of(hardware: Mapping[str, Plain], libraries: Mapping[str, str]) -> str:
-    """The hash of what a machine is and has."""
-    return _hash([hardware, libraries])
-
-
-def built_for(kernel: Kernel, facts: Facts) -> BuiltFor:
-    """What has to be built before a kernel that compiles may run a call."""
-    return BuiltFor(kernel.id, name_of(kernel, facts))
-
-
-def _hash(value: object) -> str:
+def digest(value: object) -> str:
+    """The SHA-256 of plain values, whatever the order of keys."""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
 
 

@@ -23,6 +23,7 @@ from layerzero.engine.transforms import ELSEWHERE, Elsewhere
 from layerzero.inspection.answers import described
 from layerzero.inspection.plan_document import libraries_of
 from layerzero.inspection.trace import Trace, TraceRow, traced
+from layerzero.tuning.measurement.workload import called
 from layerzero.tuning.storage.prior import priors_of
 
 TOKENS = 512
@@ -218,13 +219,6 @@ def _to_meta(model: Module) -> None:
                 if isinstance(each, torch.Tensor) and not each.is_meta:
                     moved = each.detach().to("meta")
                     held[name] = Parameter(moved, each.requires_grad) if isinstance(each, Parameter) else moved
-
-
-def called(model: Callable[..., Any], inputs: Any) -> Any:
-    """Call a model with a tensor, a tuple, a list or a dict of its inputs."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
 
 
 def _tensors(model: Module) -> Iterator[torch.Tensor]:

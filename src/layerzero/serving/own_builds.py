@@ -95,12 +95,8 @@ def taken_over(each: Chosen) -> BuildOutcome:
 
 def outcome_of(error: Exception) -> BuildOutcome:
     """What became of a build that raised in this process."""
-    return failed(error, lasting=not _passes(error))
-
-
-def _passes(error: Exception) -> bool:
-    """Whether another time may be different: what lacked memory or room."""
-    return isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError)) and not isinstance(error, ImportError)
+    lacked_room = isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError))
+    return failed(error, lasting=not lacked_room or isinstance(error, ImportError))
 
 
 def _beside_captures(each: Chosen) -> None:

@@ -25,6 +25,7 @@ from layerzero.core.plan import Plan, Report
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import FrozenChoice, choice_of, class_name
+from layerzero.engine.jit import name_of
 from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.scopes import holding
@@ -34,11 +35,12 @@ from layerzero.inspection.answers import explain
 from layerzero.inspection.freeze import Frost, document
 from layerzero.inspection.trace import calls_told
 from layerzero.serving.background_builds import build_chosen, build_within
-from layerzero.serving.dry_run import called, run_on_shapes, token_ids
+from layerzero.serving.dry_run import run_on_shapes, token_ids
 from layerzero.serving.joint_times import chosen_together
 from layerzero.tuning.measurement.clocks import current
 from layerzero.tuning.measurement.timing import Deadline
 from layerzero.tuning.measurement.tune import tune_calls
+from layerzero.tuning.measurement.workload import called
 
 BUDGET_S = 600.0
 """Seconds that it takes by default."""
@@ -166,7 +168,9 @@ def solve(
     if compile_jit and budget_s != 0 and any(each.build_key for each in kernels.values()):
         within = _within(model, inputs, [point for point, _ in plans], seen, deadline)
         problems += build_within(within, {name: (calls[name], each) for name, each in choices.items()}, deadline)
-    artifacts = {name: plan_document.built_for(each, calls[name]) for name, each in kernels.items() if each.jit}
+    artifacts = {
+        name: plan_document.BuiltFor(each.id, name_of(each, calls[name])) for name, each in kernels.items() if each.jit
+    }
     if problems:
         warnings.warn(f"solve: {'; '.join(problems)}", LayerZeroWarning, stacklevel=2)
     name, configuration, digest = plan_document.model_of(model)
@@ -180,7 +184,7 @@ def solve(
             configuration_hash=digest,
             hardware=hardware,
             libraries=libraries,
-            capabilities=plan_document.capabilities_of(hardware, libraries),
+            capabilities=plan_document.digest([hardware, libraries]),
             shape_buckets={axis: sorted({*ends}) for axis, ends in (shape_buckets or {}).items()},
             plans=[plan_document.Bucket(point, [each for each in names if each in choices]) for point, names in plans],
             jit_artifacts=artifacts,

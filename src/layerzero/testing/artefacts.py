@@ -89,8 +89,7 @@ def _others(kernel: Kernel, setting: CheckSetting, base: Case) -> Iterator[tuple
     for axis, size in base.sizes.items():
         for other in (size * 2, size + 1, max(size // 2, 1)):
             for changed in with_axis(setting.operation, base, axis, other):
-                trial = setting.attempt(kernel, changed)
-                if other != size and trial is not None and not trial.reasons:
+                if other != size and (trial := setting.taken(kernel, changed)):
                     yield f"{axis} = {other}", trial
                     break
 
@@ -101,7 +100,8 @@ CALLS_OF_A_CLASS = 6
 
 def serves_its_class(kernel: Kernel, setting: CheckSetting, base: Case) -> Finding:
     """The plan of one call, run on others that would find it."""
-    start = next(_taken(kernel, setting, [_above(setting, base), base]), None)
+    larger = resized(setting.operation, base, {axis: max(size, 2) for axis, size in base.sizes.items()})
+    start = next(_taken(kernel, setting, [larger, base]), None)  # 2 is the smallest with a neighbour in its class
     if start is None:
         return Finding("not tried", "no case leaves room in the class of its sizes")
     first, case = start
@@ -125,15 +125,9 @@ def serves_its_class(kernel: Kernel, setting: CheckSetting, base: Case) -> Findi
     return Finding("passed", f"{tried} other sizes") if tried else Finding("not tried", "no other case finds its plan")
 
 
-def _above(setting: CheckSetting, base: Case) -> Case:
-    """The case with sizes that have neighbours in their class: 2 is the smallest."""
-    return resized(setting.operation, base, {axis: max(size, 2) for axis, size in base.sizes.items()})
-
-
 def _taken(kernel: Kernel, setting: CheckSetting, cases: Iterator[Case] | list[Case]) -> Iterator[tuple[Trial, Case]]:
     for case in cases:
-        trial = setting.attempt(kernel, case)
-        if trial is not None and not trial.reasons and 0 not in case.sizes.values():
+        if 0 not in case.sizes.values() and (trial := setting.taken(kernel, case)):
             yield trial, case
 
 

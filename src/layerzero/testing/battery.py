@@ -26,7 +26,7 @@ from layerzero.testing.boundaries import LimitBreak
 from layerzero.testing.compare import draws
 from layerzero.testing.generate import RandomCall, draw, drawn_numbers, function_of
 from layerzero.testing.report import EVERY_CHECK
-from layerzero.testing.single_run import FORMS, Finding, Trial, all_threads, attempt, raised, reshaped
+from layerzero.testing.single_run import FORMS, Finding, Trial, all_threads, attempt, raised, reshaped, taken
 from layerzero.testing.sizes import LARGE, CheckSetting, base_case, cheap_case, small_cases, tied, with_axis
 
 BUILD_SECONDS = 600.0
@@ -209,8 +209,7 @@ class Battery:
     def _infinity(self, base: Trial) -> Play:
         def play(note: Note) -> Finding | None:
             for text, call in with_value(base, math.inf, -1):
-                trial = attempt(self.kernel, self.operation, call)
-                if trial is not None and not trial.reasons:
+                if trial := taken(self.kernel, self.operation, call):
                     note(f"{text}: {call.text}")
                     return execution.infinity(trial)
             return None

@@ -34,7 +34,7 @@ from layerzero.testing import compare
 from layerzero.testing.compare import call_dtype, draws
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.randomness import drawn_fairly
-from layerzero.testing.single_run import FORMS, Finding, Trial, attempt, judged, reshaped
+from layerzero.testing.single_run import FORMS, Finding, Trial, attempt, judged, reshaped, taken
 from layerzero.testing.sizes import BOUNDARY_ELEMENTS, CheckSetting, elements, tied, with_axis
 
 PROBES = 3
@@ -111,8 +111,8 @@ def _first(kernel: Kernel, setting: CheckSetting, case: Case, fact: str, size: i
         return None
     for changed in _cases_with(setting, case, fact, size):
         if elements(setting.operation, changed) <= BOUNDARY_ELEMENTS:
-            trial = setting.attempt(kernel, changed)
-            if trial is not None and not trial.reasons and trial.facts.get(fact) == size:
+            trial = setting.taken(kernel, changed)
+            if trial is not None and trial.facts.get(fact) == size:
                 return trial
     return None
 
@@ -133,8 +133,8 @@ def dtype_bounds(kernel: Kernel, limit: Dtype, settings: list[CheckSetting], cas
     refused: list[LimitBreak] = []
     for setting in settings:
         name = dtype_name(setting.dtype)
-        trial = setting.attempt(kernel if name in limit.names else lifted, case)
-        if trial is None or trial.reasons:
+        trial = setting.taken(kernel if name in limit.names else lifted, case)
+        if trial is None:
             continue
         if name in limit.names:
             legal.append((name, trial))
@@ -162,10 +162,8 @@ def other_bounds(
         illegal: list[tuple[str, Trial]] = []
         for trial in trials:
             found = legality.checked(limit, trial.facts.seen_in(kernel.layout))
-            if found and len(illegal) < PROBES:
-                alone = attempt(lifted, setting.operation, trial.call)
-                if alone is not None and not alone.reasons:
-                    illegal.append((found[0].reason.message, alone))
+            if found and len(illegal) < PROBES and (alone := taken(lifted, setting.operation, trial.call)):
+                illegal.append((found[0].reason.message, alone))
         untried = "" if illegal else f"none of {len(trials)} calls is refused by it alone"
         yield LimitBreak(limit.describe(), lifted, tuple(_legal(limit, base, trials)), tuple(illegal), untried)
 

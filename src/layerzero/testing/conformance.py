@@ -32,7 +32,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import home_of
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.failures import out_of_memory
-from layerzero.engine.policy import names_kernel
+from layerzero.engine.policy import names_any
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.battery import Battery, KernelCheck
@@ -71,18 +71,15 @@ Job = Ask | Play
 
 def selected(job: Ask) -> list[Kernel]:
     """The kernels that a job names, of the operations that it names; those of one library follow each other."""
-
-    def named(kernel: Kernel) -> bool:
-        of_library = job.backends is None or kernel.source in job.backends
-        return of_library and (job.kernels is None or any(names_kernel(name, kernel) for name in job.kernels))
-
-    found = [kernel for kernel in REGISTRY.kernels(job.operation) if named(kernel) and _has_tensors(kernel)]
+    found = [
+        kernel
+        for kernel in REGISTRY.kernels(job.operation)
+        if (job.backends is None or kernel.source in job.backends)
+        and (job.kernels is None or names_any(job.kernels, kernel))
+        # others than kernels of tensors are proved by vetting, for the calls in question
+        and any(REGISTRY.operation(name).plain is None for name in kernel.operations)
+    ]
     return sorted(found, key=lambda kernel: (kernel.source, kernel.id))
-
-
-def _has_tensors(kernel: Kernel) -> bool:
-    """Whether it is a kernel of tensors; others are proved by vetting, for the calls in question."""
-    return any(REGISTRY.operation(name).plain is None for name in kernel.operations)
 
 
 def described(kernel: Kernel, operation: str, device: Device) -> KernelReport:

@@ -19,7 +19,7 @@ from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
-from layerzero.engine.policy import names_kernel
+from layerzero.engine.policy import names_any
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import explain
 from layerzero.ops import FUNCTIONS
@@ -282,7 +282,7 @@ class _Round:
     def _others(self, answer: Report) -> list[Kernel]:
         legal = [candidate.kernel for candidate in answer.candidates if candidate.legal]
         if self.kernels is not None:
-            return [each for each in legal if any(names_kernel(pattern, each) for pattern in self.kernels)]
+            return [each for each in legal if names_any(self.kernels, each)]
         return [each for each in legal if each.id != answer.kernel_id] if self.every else []
 
     def _again(self, answer: Report) -> None:

@@ -23,15 +23,22 @@ from layerzero.engine.config import SCOPES
 from layerzero.engine.failures import out_of_memory
 from layerzero.engine.proofs import declared
 from layerzero.engine.reference import as_tuple, reference_call
-from layerzero.ops.calls import case_of_sizes
 from layerzero.testing import compare, execution, randomness
 from layerzero.testing.compare import call_dtype, check, draws
-from layerzero.testing.generate import RandomCall, drawn_numbers, function_of, random_call
-from layerzero.testing.single_run import FORMS, Finding, Trial, attempt, build, duplicate, raised, reshaped, tensors
-from layerzero.testing.sizes import CheckSetting, cuts, fits, with_axis, within
-
-__all__ = ["PASSED", "RAISED", "REFUSED", "WRONG", "Found", "case_of", "fits", "look"]
-
+from layerzero.testing.generate import RandomCall, draw, drawn_numbers
+from layerzero.testing.single_run import (
+    FORMS,
+    Finding,
+    Trial,
+    attempt,
+    build,
+    duplicate,
+    raised,
+    reshaped,
+    taken,
+    tensors,
+)
+from layerzero.testing.sizes import CheckSetting, cuts, with_axis, within
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 REASON = (
@@ -256,24 +263,16 @@ def _forms(kernel: Kernel, operation: Operation, base: Trial) -> Iterator[tuple[
     """The call in each form of memory that the kernel takes."""
     for form in FORMS:
         for text, call in reshaped(base.call, form):
-            trial = attempt(kernel, operation, call)
-            if trial is not None and not trial.reasons:
+            if trial := taken(kernel, operation, call):
                 yield text, trial
 
 
 def _drawn(kernel: Kernel, setting: CheckSetting) -> Iterator[tuple[str, Trial]]:
     """The first random calls of conformance that the kernel takes, of any size: large values, masks, odd strides."""
-    taken = 0
-    for number in drawn_numbers(setting.operation, setting.dtype, 0, DRAWS):
-        call = random_call(
-            0, number, function=function_of(setting.operation), dtype=setting.dtype, device=setting.device
-        )
-        trial = attempt(kernel, setting.operation, call)
-        if trial is not None and not trial.reasons:
-            taken += 1
-            yield call.name, trial
-        if taken == CALLS:
-            return
+    numbers = drawn_numbers(setting.operation, setting.dtype, 0, DRAWS)
+    calls = (draw(setting.operation, setting.dtype, 0, number, setting.device) for number in numbers)
+    trials = ((call.name, trial) for call in calls if (trial := taken(kernel, setting.operation, call)))
+    yield from itertools.islice(trials, CALLS)
 
 
 def _ends(kernel: Kernel, setting: CheckSetting, case: Case) -> Iterator[tuple[str, Trial]]:
@@ -283,26 +282,14 @@ def _ends(kernel: Kernel, setting: CheckSetting, case: Case) -> Iterator[tuple[s
             continue
         low, high = 2 ** (size.bit_length() - 1), 2 ** size.bit_length()
         for sizes in ([low], [high - below for below in _BELOW if high - below > low]):
-            trial = _first(kernel, setting, case, axis, [each for each in sizes if each != size])
-            if trial is not None:
+            if trial := _first(kernel, setting, case, axis, [each for each in sizes if each != size]):
                 yield trial
 
 
 def _first(kernel: Kernel, setting: CheckSetting, case: Case, axis: str, sizes: list[int]) -> tuple[str, Trial] | None:
     for size in sizes:
         for changed in with_axis(setting.operation, case, axis, size):
-            trial = _trial(kernel, setting, within(setting.operation, changed, setting.device, keep=axis))
-            if trial is not None and not trial.reasons:
+            fitting = within(setting.operation, changed, setting.device, keep=axis)
+            if fitting is not None and (trial := setting.taken(kernel, fitting)):
                 return f"{axis} = {size}", trial
     return None
-
-
-def _trial(kernel: Kernel, setting: CheckSetting, case: Case | None) -> Trial | None:
-    return None if case is None else setting.attempt(kernel, case)
-
-
-def case_of(
-    operation: Operation, sizes: Mapping[str, int], params: Mapping[str, Any], accepted: set[str]
-) -> Case | None:
-    """The case that a call's facts describe; None if they do not name every axis."""
-    return case_of_sizes(operation, "class", sizes, {name: each for name, each in params.items() if name in accepted})

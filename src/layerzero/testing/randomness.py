@@ -49,8 +49,7 @@ def few_rows(kernel: Kernel, setting: CheckSetting, base: Case) -> Trial | None:
     if axis not in base.sizes:
         return None
     for case in (cheap_case(kernel, setting, base), base):
-        trial = setting.attempt(kernel, resized(operation, case, {axis: ROWS}))
-        if trial is not None and not trial.reasons:
+        if trial := setting.taken(kernel, resized(operation, case, {axis: ROWS})):
             return trial
     return setting.attempt(kernel, base)
 

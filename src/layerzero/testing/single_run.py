@@ -132,6 +132,12 @@ def attempt(kernel: Kernel, operation: Operation, call: RandomCall) -> Trial | N
     return Trial(kernel, call, function, routed, facts, judged(kernel, facts))
 
 
+def taken(kernel: Kernel, operation: Operation, call: RandomCall) -> Trial | None:
+    """The same where the kernel may run the call; None otherwise."""
+    trial = attempt(kernel, operation, call)
+    return None if trial is None or trial.reasons else trial
+
+
 class _Trusting(Ledger):
     """What is tried need not have been vetted before: trying is how it proves itself."""
 
@@ -153,8 +159,8 @@ def judged(kernel: Kernel, facts: Facts) -> Candidate:
 def build(kernel: Kernel, operation: Operation, call: RandomCall) -> None:
     """Compile a JIT kernel for the class of a call, as ``lz.warmup`` does, so that it is legal there."""
     with SCOPES.scope({"allow_jit_compile": True}):
-        trial = attempt(kernel, operation, call)
-        if trial is None or trial.reasons:
+        trial = taken(kernel, operation, call)
+        if trial is None:
             return
         trial.plan()
         try:

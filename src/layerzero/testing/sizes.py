@@ -18,7 +18,7 @@ from layerzero.core.limit_kinds import Dim
 from layerzero.core.operation import Case, Operation
 from layerzero.ops.calls import with_demanded
 from layerzero.testing.generate import RandomCall, case_call
-from layerzero.testing.single_run import Trial, attempt
+from layerzero.testing.single_run import Trial, attempt, taken
 
 ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 """How many elements the tensors of a case may have together to be run in full; a small machine takes a second then."""
@@ -61,8 +61,12 @@ class CheckSetting:
             return self.attempt(kernel, fuller)
         if trial is None or not trial.reasons or set(self.operation.schema.handles).isdisjoint(kernel.accepts):
             return trial
-        with_handles = attempt(kernel, self.operation, self._call(case, promised=True))
-        return trial if with_handles is None or with_handles.reasons else with_handles
+        return taken(kernel, self.operation, self._call(case, promised=True)) or trial
+
+    def taken(self, kernel: Kernel, case: Case) -> Trial | None:
+        """The same where the kernel may run the case; None otherwise."""
+        trial = self.attempt(kernel, case)
+        return None if trial is None or trial.reasons else trial
 
 
 def elements(operation: Operation, case: Case) -> int:
@@ -192,8 +196,8 @@ def cheap_case(kernel: Kernel, setting: CheckSetting, case: Case) -> Case:
 
 
 def _taken(kernel: Kernel, setting: CheckSetting, case: Case, adaptations: int) -> bool:
-    trial = setting.attempt(kernel, case)
-    return trial is not None and not trial.reasons and len(trial.candidate.adaptations) <= adaptations
+    trial = setting.taken(kernel, case)
+    return trial is not None and len(trial.candidate.adaptations) <= adaptations
 
 
 WORK = {"cpu": 2**23, "cuda": 2**27}

@@ -13,19 +13,18 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.evidence import Measurement
-from layerzero.core.handle import CAPTURABLE, Handle
-from layerzero.core.kernel import Kernel
+from layerzero.core.handle import Handle
 from layerzero.core.operation import Work
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason
 from layerzero.engine.functions import CALLS
-from layerzero.engine.policy import names_kernel
+from layerzero.engine.policy import names_any
 from layerzero.inspection.answers import explain
 from layerzero.testing.generate import RandomCall
+from layerzero.testing.single_run import duplicate, tensors
 from layerzero.tuning.measurement.admission import Ceiling, ceiling
 from layerzero.tuning.measurement.clocks import Clock, DeviceTime, Graphs, Run, cache_bytes, copies_needed, device_times
 from layerzero.tuning.measurement.contest import (
@@ -74,7 +73,7 @@ def on_device(
         graphs: what captures; CUDA graphs if None.
         cache: bytes of the device's cache; read from the device if None.
     """
-    held = cache_bytes(_tensors(call)[0].device) if cache is None else cache
+    held = cache_bytes(next(iter(tensors(call).values())).device) if cache is None else cache
     calls, cold = _copies(call, report, held)
     runs: dict[str, list[Run]] = {}
     found: dict[str, DeviceTime] = {}
@@ -103,18 +102,14 @@ def on_device(
 
 def _copies(call: RandomCall, report: Report, held: int) -> tuple[list[RandomCall], bool]:
     """The call and copies of it, and whether each finds the cache cold."""
-    tensors, operation = _tensors(call), report.facts.operation
-    size = sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
+    given, operation = [*tensors(call).values()], report.facts.operation
+    size = sum(math.prod(each.shape) * each.dtype.itemsize for each in given)
     count, cold = copies_needed(operation.work(report.facts).bytes if operation.work is not None else size, held)
-    owned = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    owned = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in given}
     if (count - 1) * sum(owned.values()) > MOST_BYTES:
         count, cold = 1, False
-    copies = [call, *(_copy(call) for _ in range(count - 1))]
+    copies = [call, *(duplicate(call) for _ in range(count - 1))]
     return copies, cold and not _is_shared(copies)
-
-
-def _tensors(call: RandomCall) -> list[Tensor]:
-    return [value for value in call.arguments.values() if isinstance(value, Tensor)]
 
 
 def _is_shared(calls: Collection[RandomCall]) -> bool:
@@ -122,26 +117,6 @@ def _is_shared(calls: Collection[RandomCall]) -> bool:
     first, *others = calls
     kept = [each for each in first.arguments.values() if isinstance(each, Handle)]
     return any(mine is each for copy in others for mine in copy.arguments.values() for each in kept)
-
-
-def _copy(call: RandomCall) -> RandomCall:
-    """The same call on other memory; what shared memory shares it again, since a plan may build on that."""
-    memory: dict[int, torch.UntypedStorage] = {}
-    arguments: dict[str, Any] = dict(call.arguments)
-    for name, value in call.arguments.items():
-        if isinstance(value, Tensor):
-            own = value.untyped_storage()
-            if own.data_ptr() not in memory:
-                memory[own.data_ptr()] = own.clone()  # type: ignore[no-untyped-call]
-            there = memory[own.data_ptr()]
-            copy = torch.empty(0, dtype=value.dtype, device=value.device)
-            arguments[name] = copy.set_(there, value.storage_offset(), value.shape, value.stride())
-    function = CALLS[call.function].dispatcher.function
-    for name in function.handles:  # what kernels keep there is of these tensors, too
-        param, handle = function.param(name), arguments.get(name)
-        if param is not None and param.make is not None and handle is not None:
-            arguments[name] = param.make(arguments, getattr(handle, "kind", "") == CAPTURABLE)
-    return RandomCall(call.function, arguments, call.name)
 
 
 TORCH = "torch's own function"
@@ -301,7 +276,7 @@ def bench(
     lines.sort(key=lambda line: (line.by(timed) is None, line.by(timed) or 0.0))
     sizes: dict[str, object] = dict(found.facts.sizes())
     described = {**sizes, **job.case.params, "dtype": dtype_name(dtype), "layout": found.facts.layout}
-    asked = {each.kernel.id for each in found.report.candidates if not only or _named(only, each.kernel)}
+    asked = {each.kernel.id for each in found.report.candidates if not only or names_any(only, each.kernel)}
     refused = {name: reasons for name, reasons in found.report.failures.items() if name in asked}
     state = next((each.measurement.condition for each in found.entries if each.measurement is not None), "")
     return Benched(
@@ -314,10 +289,6 @@ def benched(found: Contest) -> Benched:
     report = found.report
     lines = tuple(_line(entry, report.kernel_id) for entry in found.entries)
     return Benched(found.name, report.operation, {}, None, None, lines, report.failures, report.kernel_id)
-
-
-def _named(patterns: Sequence[str], kernel: Kernel) -> bool:
-    return any(names_kernel(pattern, kernel) for pattern in patterns)
 
 
 def _line(entry: ContestEntry, chosen: str | None) -> Line:

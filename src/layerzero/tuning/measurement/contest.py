@@ -30,7 +30,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import first_run
 from layerzero.engine.functions import CALLS
 from layerzero.engine.jit import BUILT
-from layerzero.engine.policy import names_kernel
+from layerzero.engine.policy import names_any
 from layerzero.engine.proofs import SETTING
 from layerzero.inspection.answers import explain
 from layerzero.testing.compare import copied
@@ -283,8 +283,8 @@ def taking_part(
         each
         for each in report.candidates
         if each.legal
-        and not any(names_kernel(pattern, each.kernel) for pattern in leave_out)
-        and (not only or any(names_kernel(pattern, each.kernel) for pattern in only))
+        and not names_any(leave_out, each.kernel)
+        and (not only or names_any(only, each.kernel))
         and (each.kernel.graph_safe or not graph)
         and each.kernel.id not in uncaptured
     ]

@@ -10,11 +10,12 @@ that measures a call anew.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -33,6 +34,7 @@ from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.verification.child import rebuilt
 
+T = TypeVar("T")
 Shape = Sequence[int] | Sequence[Sequence[int]]
 """Of the first tensor, or of the first several."""
 
@@ -232,9 +234,12 @@ def spread(jobs: Sequence[Job]) -> list[Job]:
         schema = REGISTRY.operation(job.operation).schema
         fixed = tuple((name, size) for name, size in job.case.sizes.items() if not schema.axis(name).live)
         kinds[job.operation, job.dtype, job.layout, tuple(job.case.params.items()), fixed].append(job)
-    ordered = [_farthest_first(each) for each in kinds.values()]
-    longest = max((len(each) for each in ordered), default=0)
-    return [each[turn] for turn in range(longest) for each in ordered if turn < len(each)]
+    return in_turn(map(_farthest_first, kinds.values()))
+
+
+def in_turn(groups: Iterable[Iterable[T]]) -> list[T]:
+    """The first of each group, then the second of each: what a cut leaves are further ones of all."""
+    return [each for turn in itertools.zip_longest(*groups) for each in turn if each is not None]
 
 
 def _farthest_first(jobs: list[Job]) -> list[Job]:
@@ -258,9 +263,7 @@ def telling(jobs: Sequence[Job]) -> list[Job]:
     of: dict[str, list[Job]] = defaultdict(list)
     for job in jobs:
         of[job.operation].append(job)
-    ordered = [_of_one(each, shift) for shift, each in enumerate(of.values())]
-    longest = max((len(each) for each in ordered), default=0)
-    return [each[turn] for turn in range(longest) for each in ordered if turn < len(each)]
+    return in_turn(_of_one(each, shift) for shift, each in enumerate(of.values()))
 
 
 def long_last(jobs: Sequence[Job], is_long: Callable[[Job], bool]) -> Iterator[Job]:

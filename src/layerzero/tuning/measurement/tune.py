@@ -21,7 +21,6 @@ import torch
 from layerzero.core.device import device_here
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts
-from layerzero.core.operation import Case
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.dispatch import ENGINE
@@ -330,12 +329,8 @@ def dtypes_of(dtype: torch.dtype | str | Sequence[torch.dtype | str] | None, dev
 
 def tune_calls(calls: Iterable[Facts], *, deadline: Deadline | None = None, leave_out: Sequence[str] = ()) -> Tuned:
     """Measure calls of which the facts are known: those of ``lz.solve``, and, if ``auto_tune_on_warmup``, of warmup."""
-    made = list(calls)
-    recipes = [CallRecipe.of(facts) for facts in made]
-    jobs = [
-        Job(each.operation, Case(workload.text_of(each), {}), workload.dtype_of(each), recipe=each) for each in recipes
-    ]
-    device = torch.device(recipes[0].device if recipes else "cpu")
+    jobs = [workload.job_of(CallRecipe.of(facts)) for facts in calls]
+    device = torch.device(jobs[0].recipe.device if jobs and jobs[0].recipe else "cpu")
     effort = Effort(current_policy()["tune_samples"], fill=device.type == "cpu")
     return run_jobs(jobs, device, effort=effort, deadline=deadline, leave_out=leave_out)
 

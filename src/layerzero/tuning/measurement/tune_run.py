@@ -25,7 +25,7 @@ from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import build_of, is_kept
 from layerzero.engine.order import costs
-from layerzero.engine.policy import names_kernel
+from layerzero.engine.policy import names_any
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import explain
 from layerzero.tuning.measurement.admission import hopeless, outdone
@@ -138,7 +138,7 @@ class TuningRun(TensorParty):
             for report in map(self.report, jobs)
             for kernel in legality.awaiting(report.candidates, report.facts)
             if (kernel.id, class_text(report.facts)) not in asked
-            and not any(names_kernel(pattern, kernel) for pattern in self.leave_out)
+            and not names_any(self.leave_out, kernel)
             and (kernel.graph_safe or not self.graph)
         ]
 

@@ -123,9 +123,9 @@ def jobs_of(manifest: Manifest, device: str) -> list[Job]:
         frequent = [each for each in by_size if each.count == highest]
         most = frequent[len(frequent) // 2]  # in a decode loop every length comes as often
         count = sum(each.count for each in members)
-        first.append(_job(most.call, count))
+        first.append(job_of(most.call, count))
         ends = {_elements(each.call): each for each in (by_size[0], by_size[-1])}
-        bracketing += [_job(each.call, count) for size, each in ends.items() if size != _elements(most.call)]
+        bracketing += [job_of(each.call, count) for size, each in ends.items() if size != _elements(most.call)]
     return [*sorted(first, key=_rank), *sorted(bracketing, key=_rank)]
 
 
@@ -169,7 +169,7 @@ def every_call_of_file(path: str | os.PathLike[str], device: str, *, model: str 
 def every_call_of(manifest: Manifest, device: str) -> list[Job]:
     """Each call with tensors on a kind of device."""
     calls = [each for each in manifest.calls if each.call.device == device and each.call.tensors]
-    return [_job(each.call, each.count) for each in calls]
+    return [job_of(each.call, each.count) for each in calls]
 
 
 def _read(
@@ -187,7 +187,8 @@ def _read(
     return jobs
 
 
-def _job(call: CallRecipe, count: int) -> Job:
+def job_of(call: CallRecipe, count: int = 1) -> Job:
+    """A written call as a job."""
     return Job(call.operation, Case(text_of(call), {}), dtype_of(call), recipe=call, count=count)
 
 
@@ -301,15 +302,17 @@ def record(path: str | os.PathLike[str] | None = None, *, model: str = "") -> Re
     return Recording(path, model=model)
 
 
+def called(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call a model with a tensor, a tuple, a list or a dict of its inputs."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+
+
 def jobs_of_model(model: Callable[..., Any], inputs: Any, device: str) -> list[Job]:
     """The calls of one forward pass. Raises: ValueError where it makes none on this device."""
     with Recording() as recording, torch.no_grad():
-        if inputs is None:
-            model()
-        elif isinstance(inputs, Mapping):
-            model(**inputs)
-        else:
-            model(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+        called(model, () if inputs is None else inputs)
     jobs = jobs_of(recording.manifest(), device)
     if not jobs:
         got = f"{type(model).__name__}, which made {recording.calls} calls elsewhere"

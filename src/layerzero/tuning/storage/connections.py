@@ -176,19 +176,6 @@ def _check_made(connection: sqlite3.Connection, path: Path) -> None:
         raise FileNotFoundError(path)  # a process is making it
 
 
-def in_transaction(connection: sqlite3.Connection, change: Callable[[sqlite3.Connection], Result]) -> Result:
-    """Commit a change, all of it or nothing, whatever interrupts it."""
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-        done = change(connection)
-        connection.execute("COMMIT")
-    except BaseException:  # an interrupt too, which may come as BEGIN returns
-        if connection.in_transaction:  # an error of the disk has rolled back already
-            connection.execute("ROLLBACK")
-        raise
-    return done
-
-
 NETWORK = frozenset(
     {
         *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ncpfs", "9p", "lustre", "gpfs", "beegfs", "ceph", "wekafs"),

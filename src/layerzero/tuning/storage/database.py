@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.system import forking
 from layerzero.tuning.storage import connections, sql_schema
-from layerzero.tuning.storage.connections import PASSING, ForeignError, Link, OtherVersionError, code_of, in_transaction
+from layerzero.tuning.storage.connections import PASSING, ForeignError, Link, OtherVersionError, code_of
+from layerzero.tuning.storage.sql_schema import in_transaction
 
 Result = TypeVar("Result")
 

@@ -19,12 +19,13 @@ from typing import Any
 import msgspec
 
 from layerzero.tuning.storage import connections, journal, learning, sql_schema
-from layerzero.tuning.storage.connections import READ_WAIT_S, in_transaction, open_file
+from layerzero.tuning.storage.connections import READ_WAIT_S, open_file
 from layerzero.tuning.storage.database import Database
 from layerzero.tuning.storage.environment import Environment
 from layerzero.tuning.storage.journal import Piece
 from layerzero.tuning.storage.learning import Kept, Subject
 from layerzero.tuning.storage.rows import Row, Work, stored_row
+from layerzero.tuning.storage.sql_schema import in_transaction
 
 MERGE_S = 0.1
 """How long a write merges and learns, for others too; what is left is done by the next write or question."""

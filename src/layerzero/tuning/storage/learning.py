@@ -17,8 +17,8 @@ from layerzero.tuning.prediction import fitting
 from layerzero.tuning.prediction.predict import Model, Point, meaning_of
 from layerzero.tuning.storage import rows as keeping
 from layerzero.tuning.storage import sql_schema
-from layerzero.tuning.storage.connections import in_transaction
 from layerzero.tuning.storage.rows import Row, Work
+from layerzero.tuning.storage.sql_schema import in_transaction
 
 MODEL_FORMAT = 6
 """Changes with the meaning of a stored model; older ones are learnt anew, newer ones are as if there were none."""

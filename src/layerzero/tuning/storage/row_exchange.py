@@ -30,10 +30,10 @@ from typing import Protocol
 from layerzero.core.system import forking
 from layerzero.core.system.resources import started
 from layerzero.tuning.storage import connections, journal, journal_merge, learning
-from layerzero.tuning.storage.connections import in_transaction
 from layerzero.tuning.storage.database import RETRY_S, Database, what_of
 from layerzero.tuning.storage.journal import Journal, Place
 from layerzero.tuning.storage.rows import Row
+from layerzero.tuning.storage.sql_schema import in_transaction
 
 AGAIN_S = 1.0
 """How long merging rests after the database could not be written."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import sqlite3
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 from zlib import crc32
 
 import msgspec
+
+Result = TypeVar("Result")
 
 APPLICATION_ID = 0x4C5A5044
 """``LZPD``: tells this database from any other one."""
@@ -58,22 +60,31 @@ def version(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
-def make(connection: sqlite3.Connection) -> None:
-    """Give an empty database its tables, all or none; other processes wait."""
-    if version(connection):
-        return
+def in_transaction(connection: sqlite3.Connection, change: Callable[[sqlite3.Connection], Result]) -> Result:
+    """Commit a change, all of it or nothing, whatever interrupts it."""
     try:
         connection.execute("BEGIN IMMEDIATE")
-        if not version(connection):  # read again: another process may have been here first
-            for statement in _STATEMENTS:
-                connection.execute(statement)
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {VERSION}")
+        done = change(connection)
         connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
+    except BaseException:  # an interrupt too, which may come as BEGIN returns
+        if connection.in_transaction:  # an error of the disk has rolled back already
             connection.execute("ROLLBACK")
         raise
+    return done
+
+
+def make(connection: sqlite3.Connection) -> None:
+    """Give an empty database its tables, all or none; other processes wait."""
+    if not version(connection):
+        in_transaction(connection, _make)
+
+
+def _make(connection: sqlite3.Connection) -> None:
+    if not version(connection):  # read again: another process may have been here first
+        for statement in _STATEMENTS:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
 def difference(connection: sqlite3.Connection) -> str:

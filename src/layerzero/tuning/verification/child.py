@@ -33,13 +33,14 @@ from layerzero.engine.reference import as_tuple
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import facts as facts_of
 from layerzero.ops import function_of
+from layerzero.ops.calls import case_of_sizes
 from layerzero.ops.recipes import arguments_of_recipe
 from layerzero.testing import execution, quick_checks
 from layerzero.testing.child_main import Tell
 from layerzero.testing.compare import Expected, check, expected, for_kernel, problems
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.single_run import attempt, build, duplicate, lost_context
-from layerzero.testing.sizes import CheckSetting
+from layerzero.testing.sizes import CheckSetting, fits
 from layerzero.tuning.storage.environment import bounded
 
 MAX_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}
@@ -100,23 +101,16 @@ def truth_of(call: RandomCall, facts: Facts) -> Truth:
 
     Raises: RuntimeError or MemoryError where it would take more than its share of the memory.
     """
-    with bounded(facts):
-        return _truth_of(call, facts)
-
-
-def _truth_of(call: RandomCall, facts: Facts) -> Truth:
     operation = facts.operation
     most = MAX_ELEMENTS.get(facts.device.torch_type, MAX_ELEMENTS["cpu"])
-    if operation.parts is not None and operation.scratch is not None and operation.scratch(facts.sizes()) > most:
-        found = operation.parts(call.arguments, facts)
-        if found:  # none of a call without queries
-            return Truth(call, None, tuple(_piece(call, each.text, each.arguments, each.place) for each in found))
-    return Truth(call, expected(call))
-
-
-def _piece(call: RandomCall, text: str, arguments: Any, place: Callable[[Tensor], Tensor]) -> CallPiece:
-    piece = RandomCall(call.function, arguments, f"{call.name}, {text}")
-    return CallPiece(piece, expected(piece), place)
+    found: Iterable[Any] | None = None
+    with bounded(facts):
+        if operation.parts is not None and operation.scratch is not None and operation.scratch(facts.sizes()) > most:
+            found = operation.parts(call.arguments, facts)
+        if not found:  # of a call without queries, too
+            return Truth(call, expected(call))
+        pieces = [(RandomCall(call.function, each.arguments, f"{call.name}, {each.text}"), each) for each in found]
+        return Truth(call, None, tuple(CallPiece(piece, expected(piece), each.place) for piece, each in pieces))
 
 
 _VERDICTS = {
@@ -221,9 +215,10 @@ def _vetted(question: ChildTask, sizes: dict[str, int], tell: Tell) -> Reply:
         raise LookupError(f"{operation.name} belongs to no public function, so nothing can call it")
     dtype = dtype_named(question.call.tensors[operation.schema.inputs[0].name].dtype)
     accepted = {parameter.name for parameter in function.parameters}
-    case = quick_checks.case_of(operation, sizes, question.call.params, accepted)
+    params = {name: value for name, value in question.call.params.items() if name in accepted}
+    case = case_of_sizes(operation, "class", sizes, params)
     setting = CheckSetting(operation, dtype, question.call.device, question.call.layout or "")
-    small = case is None or quick_checks.fits(operation, case, question.call.device)
+    small = case is None or fits(operation, case, question.call.device)
     call = rebuilt(question.call) if small else None
     found = quick_checks.look(kernel, operation, call, setting, case, tell.runs)
     return Reply(_VERDICTS.get(found.state), found.detail)

@@ -40,7 +40,7 @@ from layerzero.engine import legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.plain import plain_facts
-from layerzero.engine.policy import names_kernel
+from layerzero.engine.policy import names_any
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import taken
 from layerzero.ops import function_of
@@ -82,7 +82,7 @@ def plain_pairs(
     for operation in plain_operations(pattern):
         facts = facts_of_case(operation, operation.cases[0], params)
         for kernel in REGISTRY.candidates(operation.name):
-            if not kernel.needs_proof(facts) or (named and not any(names_kernel(each, kernel) for each in named)):
+            if not kernel.needs_proof(facts) or (named and not names_any(named, kernel)):
                 continue
             if not again and ENGINE.ledger.judgement(kernel, facts) is not None:
                 continue
@@ -202,7 +202,7 @@ def is_named(
         return False
     if kernels is None and backends is None:
         return graph or legality.untrusted(kernel, device)
-    return all(names is None or any(names_kernel(name, kernel) for name in names) for names in (kernels, backends))
+    return all(names is None or names_any(names, kernel) for names in (kernels, backends))
 
 
 def class_pairs(
