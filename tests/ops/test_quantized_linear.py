@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_a_weight_with_one_input_is_another_one_for_torchs_product():
     torch.testing.assert_close(got, torch.tensor([[10.0, -14.0, 6.0], [-5.0, 7.0, -3.0]]), rtol=1e-5, atol=1e-5)
 
 
-X, (W, S) = torch.randn(3, 96), weight("int8")
+X, N, (W, S) = torch.randn(3, 96), torch.randn(64, 96), weight("int8")
 WRONG = {
     "activations: wanted None or 'int8' or 'fp8_e4m3', got 'int4'": (W, S, {"activations": "int4"}),
     "activations: wanted None or 'int8' or 'fp8_e4m3', got 8": (W, S, {"activations": 8}),
@@ -155,6 +156,17 @@ WRONG = {
     "out_dtype: wanted float32 for an input of float32, got float16": (W, S, {"out_dtype": torch.float16}),
     "packed: wanted the PackedWeight of this very weight": (W, S, {"packed": lz.PackedWeight(W.clone())}),
 }
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8_e4m3"])
+def test_scales_of_blocks_name_the_weight_that_has_them(format):
+    narrow, scale = lz.quantize(N, format, per="block", block_size=32)
+    with pytest.raises(lz.InvalidCallError) as raised:
+        lz.quantized_linear(X, narrow, scale)
+    step = str(raised.value).partition("got (64, 3); ")[2]
+    made = re.search(r"lz\.\w+[^ ]*\(.*\)", step)[0]
+    made = eval(made, {"lz": lz, "numbers": N, "weight": narrow, "weight_scale": scale})  # what the error advises
+    assert (lz.quantized_linear(X, made) - X @ N.T).norm() < 0.05 * (X @ N.T).norm()
 
 
 @pytest.mark.parametrize("problem", WRONG)

@@ -54,6 +54,14 @@ def test_a_weight_is_near_what_it_was_made_of(text, dtype):
     torch.testing.assert_close(lz.quantized_linear(X, known), X @ known.dequantized(torch.float32).t())
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "marlin", "compressed-tensors", "nf4", "fp4"])
+def test_a_name_alone_stands_for_the_usual_form(name):
+    numbers = torch.randn(64, 256)
+    made = lz.quantize_weight(numbers, name)
+    assert (made.format.scheme, made.format.group) == (name, 64 if name in ("nf4", "fp4") else 128)
+    assert (made.dequantized() - numbers).norm() < 0.15 * numbers.norm()
+
+
 def test_a_weight_of_zeros_is_kept():
     for text in LOSSES:
         known = lz.quantize_weight(torch.zeros(64, 128), text)
@@ -183,7 +191,7 @@ def test_a_weight_in_marlins_order_becomes_a_plain_one_and_comes_back(text):
             None,
             lambda: cut_scale(),
         ),
-        ("group: wanted an even number", None, lambda: lz.quantize_weight(N, "nf4")),
+        ("group: wanted an even number", None, lambda: lz.quantize_weight(N, "nf4:group=31")),
         ("rows: wanted at least 1 with a group", None, lambda: lz.quantize_weight(N, "fp8:rows=0,group=128")),
         ("kind: wanted nothing with mxfp4", None, lambda: lz.quantize_weight(N, "mxfp4:over")),
         (

@@ -301,10 +301,21 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
         outputs, scale = arguments["weight"].shape[0], arguments["weight_scale"]
         if tuple(scale.shape) not in ((), (1,), (outputs,), (outputs, 1)):
             wanted = f"(), ({outputs},) or ({outputs}, 1)"
-            problems.append(f"weight_scale: wanted shape {wanted}, got {tuple(scale.shape)}")
+            problems.append(f"weight_scale: wanted shape {wanted}, got {tuple(scale.shape)}{_by_blocks(arguments)}")
         if activations is not None and arguments["weight"].shape[1] == 0:
             problems.append(f"input: wanted numbers in its rows, got {tuple(arguments['input'].shape)}")
     return _finished(operation, arguments, problems)
+
+
+def _by_blocks(arguments: Mapping[str, Any]) -> str:
+    """What to do with scales of blocks of a row; empty where the scales are none."""
+    weight, scale = arguments["weight"], arguments["weight_scale"]
+    if scale.ndim != 2 or len(scale) != len(weight) or scale.shape[1] < 2 or weight.shape[1] % scale.shape[1]:
+        return ""
+    block = weight.shape[1] // scale.shape[1]
+    if weight.dtype is torch.int8:
+        return f"; lz.quantize_weight(numbers, 'int8', group_size={block}) makes a weight with a scale for each block"
+    return f"; of blocks of {block} numbers: lz.QuantizedWeight.from_fp8(weight, weight_scale, (1, {block}))"
 
 
 def _finished(operation: Operation, arguments: dict[str, Any], problems: list[str]) -> Routed:

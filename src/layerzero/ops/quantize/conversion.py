@@ -15,7 +15,7 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.groups import GROUPED
-from layerzero.ops.quantize.schemes import LOSSES, conversion, format_problems, scheme_of
+from layerzero.ops.quantize.schemes import LOSSES, SCHEMES, conversion, format_problems, scheme_of
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Fields, WeightFormat
 
@@ -38,7 +38,7 @@ def quantize_weight(
         weight: (N, K), floating and finite; or (E, N, K), each expert by itself.
         format: ``"int2"`` to ``"int8"``, as compressed-tensors lays them out; or a format or its text, such as
             ``"awq:bits=4,group=128,zeros=stored"``, ``"fp8:group=128,rows=128"``, ``"mxfp4"``, ``"nvfp4"`` or
-            ``"nf4:group=64"``.
+            ``"nf4:group=64"``. ``"gptq"``, ``"awq"`` and ``"marlin"`` have 4 bits and groups of 128, ``"nf4"`` of 64.
         group_size: of ``"int2"`` to ``"int8"``, the columns that share a scale, 128 if None; 0 or -1 for a row.
         zero_points: of these, whether codes go from each group's least number to its largest; they do not if None.
         accuracy: how far the numbers may be from the weight's, as a share of their norm; None for however far.
@@ -58,6 +58,8 @@ def quantize_weight(
         problems = format_problems(of)
     else:
         of = format if isinstance(format, WeightFormat) else WeightFormat.of(format)
+        if of == WeightFormat(of.scheme) and of.scheme in SCHEMES and format_problems(of):
+            of = WeightFormat.of(scheme_of(of).example)  # a name alone, as ``repack`` takes it
         given = {"group_size": group_size, "zero_points": zero_points}
         problems = format_problems(of) + [
             f"{name}: wanted None, since the format {of} says it, got {each!r}"
