@@ -350,7 +350,7 @@ def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
             hint = f"; write [{value}]" if SETTINGS[name].kind == list[str] and isinstance(value, str) else ""
             problems.append(f"{origin}: {name}: wanted {wanted}, got {told(value)}{hint}")
             continue
-        problem = _problem_of(SETTINGS[name], value)
+        problem = _problem_of(SETTINGS[name], given)
         if SETTINGS[name].at_start and origin not in ("", ENVIRONMENT):
             problem = f"it holds from the start of the process: set {PREFIX}{name.upper()} before, got {told(value)}"
         if problem:
