@@ -13,6 +13,7 @@ import threading
 import types
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch.nn.functional import rms_norm
@@ -25,8 +26,9 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving.isolation import arena as arenas
 from layerzero.serving.isolation import kernels, messages
-from layerzero.serving.isolation.arena import Arena
-from layerzero.serving.isolation.messages import Awake, Run
+from layerzero.serving.isolation.arena import Arena, Mapping
+from layerzero.serving.isolation.child import Server
+from layerzero.serving.isolation.messages import Awake, Form, Run
 from layerzero.serving.isolation.worker import Worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes of their own need Linux")
@@ -94,7 +96,7 @@ def test_each_process_has_the_time_to_build_until_a_result(module, fresh, apart,
     assert limits == [kernels.BUILD_S, kernels.BUILD_S, usual_s, kernels.BUILD_S]
 
 
-def test_a_large_call_is_answered_while_its_tensors_are_on_their_way(module, apart):
+def test_large_calls_are_answered_also_behind_those_that_failed(module, apart):
     def large(first: float) -> torch.Tensor:
         made = torch.linspace(-1, 1, 2048 * 64).view(2048, 64)
         made[0, 0] = first
@@ -330,6 +332,21 @@ def test_each_environment_of_a_library_has_a_cost_of_its_own(module, python, mon
         assert isolation.cost(foreign, current_policy()) == cost
     with lz.scope(**{pythons: {"foreign": sys.executable}}):
         assert isolation.cost(foreign, current_policy()) == isolation.BEFORE_MEASURED
+
+
+def test_a_request_that_came_before_is_made_anew_where_its_numbers_mean_something_else():
+    server = Server(Mapping(arenas.shared_file(1 << 16)))
+
+    def answer(dtype: str, *, new: bool, room: int = 0) -> messages.Answer:
+        form = Form(((dtype, (1,), (1,)),), (True,), ()) if new else None
+        return server.answer(msgspec.msgpack.encode(Run(0, 0, (0,), (), (room, 64), 1, deterministic=False, new=form)))
+
+    for dtype in ("float32", "int64", "float32"):
+        for new in (True, False, False):
+            assert answer(dtype, new=new).results == ((0, (dtype, (1, 1), (1, 1))),)
+    for room in range(arenas.MAX_KEPT + 9):
+        answer("float32", new=False, room=64 * room)
+    assert len(server._calls) <= arenas.MAX_KEPT
 
 
 def test_each_wait_that_was_in_vain_doubles_how_many_are_slept_through(monkeypatch):

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import BY_ITSELF, FLOATS, TORCH, always, kernel
+from layerzero.backends.torch.attention import FLOATS, TORCH, always, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -263,7 +263,8 @@ KERNELS = (
             backend=TORCH,
             limits=(FLOATS,),
             load=_LOADS.get(name),
-            **BY_ITSELF,
+            batch_invariant=True,
+            tp_invariant=True,
             handles_negated=True,
             priority=40,
             stock=True,
@@ -287,7 +288,8 @@ KERNELS = (
             FLOATS,
             accepts=("scale", "padding_idx", *accepts),
             grad=True,
-            **BY_ITSELF,
+            batch_invariant=True,
+            tp_invariant=True,
             handles_negated=True,
             priority=priority,
             stock=name == "torch.embedding" and not ending,  # a shard takes several functions

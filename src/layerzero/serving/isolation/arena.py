@@ -70,8 +70,7 @@ class Copier:
 
     def __call__(self, to: int, address: int, size: int) -> None:
         """Copy so many bytes between addresses; other threads run meanwhile."""
-        stream = getattr(accelerator.HOT, "stream", None)
-        if size < LARGE or stream is None:
+        if size < LARGE or (stream := getattr(accelerator.HOT, "stream", None)) is None:
             ctypes.memmove(to, address, size)
             return
         self._count += 1

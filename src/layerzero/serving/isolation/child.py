@@ -13,7 +13,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,7 +22,7 @@ from layerzero import __version__
 from layerzero.core.dtypes import dtype_named
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving.isolation import messages
-from layerzero.serving.isolation.arena import KEPT_BYTES, Copier, Mapping
+from layerzero.serving.isolation.arena import KEPT_BYTES, MAX_KEPT, Copier, Mapping
 from layerzero.testing.child_main import Tell
 
 MOST_BYTES = 1 << 18
@@ -35,24 +35,14 @@ _LINE = 64  # where a result begins, in bytes: a line of the cache
 def work(job: messages.Serve, tell: Tell) -> None:
     """Serve calls until there is nothing that could make any."""
     calls = socket.socket(fileno=job.calls)
-    copied = messages.Awake(calls)
-
-    def arrive() -> None:
-        copied.came()
-        calls.recv(1)
-
     _keep_freed_memory()
-    server = Server(Mapping(job.memory), arrive)
+    server = Server(Mapping(job.memory))
     os.close(job.memory)
     tell.found(messages.Hello(__version__, str(torch.__version__), os.getpid()))
-    decoder, encoder, awake = (
-        msgspec.msgpack.Decoder(messages.Request),
-        msgspec.msgpack.Encoder(),
-        messages.Awake(calls),
-    )
+    encoder, awake = msgspec.msgpack.Encoder(), messages.Awake(calls)
     with torch.no_grad():
         while request := calls.recv(MOST_BYTES):
-            calls.send(encoder.encode(server.answer(decoder.decode(request))))
+            calls.send(encoder.encode(server.answer(request)))
             awake.came()
     os._exit(0)  # what a library does at the end of a process is not waited for
 
@@ -72,22 +62,35 @@ def _keep_freed_memory() -> None:
 _Given = list[tuple[int, messages.Dtyped]]
 
 
+class _Call(NamedTuple):
+    """A call as it is made: of equal requests, one."""
+
+    run: messages.Run
+    kernel: Callable[..., Any]
+    arguments: list[Any]
+    named: dict[str, Any]
+    given: _Given
+
+
 class Server:
     """Loaded kernels, forms of calls, and the results that wait for room."""
 
-    def __init__(self, memory: Mapping, arrive: Callable[[], None]) -> None:
-        """``arrive`` waits until the tensors of a request are there."""
-        self.memory, self._arrive, self._copied = memory, arrive, Copier()
+    def __init__(self, memory: Mapping) -> None:
+        self.memory, self._copied = memory, Copier()
         self._kernels: dict[int, Callable[..., Any]] = {0: _same}
         self._forms: dict[int, messages.Form] = {}
         self._waiting: tuple[_Given, Any] = [], None
         self._state: tuple[int, bool] | None = None
+        self._decoded = msgspec.msgpack.Decoder(messages.Request).decode
+        self._calls: dict[bytes, _Call] = {}
 
-    def answer(self, request: messages.Request) -> messages.Answer:
+    def answer(self, text: bytes) -> messages.Answer:
         """Serve a request; what a kernel raises is an answer."""
+        call = self._calls.get(text)
+        request = self._decoded(text) if call is None else call.run
         try:
             if isinstance(request, messages.Run):
-                return self._run(request)
+                return self._run(text, request, call)
             if isinstance(request, messages.Fetch):
                 return self._put(*self._waiting, request.room)
             return self._load(request)
@@ -99,32 +102,36 @@ class Server:
         for module in load.modules:
             importlib.import_module(module)
         kernel = REGISTRY.kernel(load.kernel)
+        self._calls.clear()  # numbers may begin anew
         self._kernels[load.number] = kernel.load(messages.facts_of(load, REGISTRY.operation(load.operation)))
         return messages.Done((), several=False)
 
-    def _run(self, run: messages.Run) -> messages.Answer:
-        try:  # the tensors may be on their way
-            if self._state != (run.threads, run.deterministic):
-                torch.set_num_threads(run.threads)
-                if torch.are_deterministic_algorithms_enabled() != run.deterministic:  # this imports Inductor: 1 s
-                    torch.use_deterministic_algorithms(run.deterministic)
-                self._state = run.threads, run.deterministic
-            if run.new is not None:
-                self._forms[run.form] = run.new
-            form, tensor = self._forms[run.form], self.memory.tensor
-            given = list(zip(run.at, form.tensors, strict=True))
-            tensors = iter([tensor(at, dtype_named(dtype), shape, strides) for at, (dtype, shape, strides) in given])
-            others = iter(run.values)
-            arguments: list[Any] = [
-                next(tensors) if each else messages.unpacked(next(others)) for each in form.is_tensor
-            ]
-            positional = len(arguments) - len(form.keywords)
-            named = dict(zip(form.keywords, arguments[positional:], strict=True))
-            kernel = self._kernels[run.kernel]
-        finally:
-            if run.copying:
-                self._arrive()
-        return self._put(given, kernel(*arguments[:positional], **named), run.room)
+    def _run(self, text: bytes, run: messages.Run, call: _Call | None) -> messages.Answer:
+        if self._state != (run.threads, run.deterministic):
+            torch.set_num_threads(run.threads)
+            if torch.are_deterministic_algorithms_enabled() != run.deterministic:  # this imports Inductor: 1 s
+                torch.use_deterministic_algorithms(run.deterministic)
+            self._state = run.threads, run.deterministic
+        if call is None:
+            call = self._call_of(run)
+            if run.new is None:
+                if len(self._calls) >= MAX_KEPT:
+                    self._calls.clear()
+                self._calls[text] = call
+        return self._put(call.given, call.kernel(*call.arguments, **call.named), run.room)
+
+    def _call_of(self, run: messages.Run) -> _Call:
+        if run.new is not None:
+            self._calls.clear()  # the number may have been another form's
+            self._forms[run.form] = run.new
+        form, tensor = self._forms[run.form], self.memory.tensor
+        given = list(zip(run.at, form.tensors, strict=True))
+        tensors = iter([tensor(at, dtype_named(dtype), shape, strides) for at, (dtype, shape, strides) in given])
+        others = iter(run.values)
+        arguments = [next(tensors) if each else messages.unpacked(next(others)) for each in form.is_tensor]
+        positional = len(arguments) - len(form.keywords)
+        named = dict(zip(form.keywords, arguments[positional:], strict=True))
+        return _Call(run, self._kernels[run.kernel], arguments[:positional], named, given)
 
     def _put(self, given: _Given, result: Any, room: tuple[int, int]) -> messages.Answer:
         several = isinstance(result, tuple)

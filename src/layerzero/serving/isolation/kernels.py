@@ -23,7 +23,7 @@ from layerzero.engine.config import current_policy
 from layerzero.engine.isolation import COSTS, CallCost
 from layerzero.engine.policy import Policy
 from layerzero.serving.isolation import messages
-from layerzero.serving.isolation.arena import LARGE, Arena, Copier, tensor_in
+from layerzero.serving.isolation.arena import Arena, Copier, tensor_in
 from layerzero.serving.isolation.messages import Done, Failed, Fetch, Form, Load, Run, Wanted, dtyped, load_of, packed
 from layerzero.serving.isolation.worker import START_S, Worker
 from layerzero.tuning.verification.child import homes
@@ -56,6 +56,9 @@ class _Known(NamedTuple):
     size: int = 0
     done: Done | None = None
     kinds: Sequence[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]] = ()
+
+
+_UNKNOWN = _Known()
 
 
 class Library:
@@ -151,32 +154,25 @@ class Library:
             labels = (*range(len(given)), *named)
             written = [index for index, place in enumerate(form.tensors) if labels[place] in mutated]
         at, own, copies = self._placed(tensors, form.sizes, written)
-        known = self._known.get((number, form.number), _Known())
+        known = self._known.get((number, form.number), _UNKNOWN)
         room: memoryview | None = None
         made: list[torch.Tensor] = []
 
-        def copy() -> None:
-            for place, start, size in copies:
-                self._copied(self.arena.base + own[0] + place, start, size)
-
         def meanwhile() -> None:
-            if request.copying:
-                copy()
-                self.worker.copied()
             made.extend([tensor_in(room, *kind) for kind in known.kinds])
 
         try:
             place = 0
             if known.size:
                 place, room = self.arena.hold(known.size)
-            copying = own[1] >= LARGE
+            for at_room, start, size in copies:
+                self._copied(self.arena.base + own[0] + at_room, start, size)
             state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
             values = tuple([packed(arguments[each]) for each in form.others])
-            request = Run(number, form.number, at, values, (place, known.size), *state, new, copying)
-            if not copying:
-                copy()
+            request = Run(number, form.number, at, values, (place, known.size), *state, new)
             answer = self.worker.ask(request, limit_s, kernel, meanwhile)
-            self._forms[key] = form
+            if new is not None:
+                self._forms[key] = form
             if isinstance(answer, Wanted):
                 made.clear()
                 room = None

@@ -103,7 +103,6 @@ class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
         threads: of torch.
         deterministic: whether torch has deterministic algorithms alone.
         new: the form where this call is its first.
-        copying: whether the tensors are still on their way; another message says that they are there.
     """
 
     kernel: int
@@ -114,7 +113,6 @@ class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
     threads: int
     deterministic: bool
     new: Form | None = None
-    copying: bool = False
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, array_like=True):

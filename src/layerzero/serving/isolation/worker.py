@@ -127,11 +127,6 @@ class Worker:
             raise self._gone(what)
         return self._decoded(answer)  # type: ignore[no-any-return]
 
-    def copied(self) -> None:
-        """Say that the tensors of the request are there."""
-        assert self._socket is not None
-        self._socket.send(b"\0")
-
     def worked(self) -> None:
         """Note that a kernel gave a result: the next end of the process is a first one."""
         self._in_a_row = 0
