@@ -51,12 +51,24 @@ def test_another_device_is_asked_about_in_its_own_dtype():
 def test_a_word_that_names_no_set_gets_the_nearest():
     with pytest.raises(ValueError, match="got 'encoders'; did you mean 'encoder'"):
         lz.doctor(asked_for="encoders")
+    with pytest.raises(ValueError, match=r"with commas between them, got 'norm\.rmss'"):
+        lz.doctor(asked_for="norm.layer, norm.rmss")
     told = CliRunner().invoke(main, ["doctor", "--for", "nothing"])
     assert told.exit_code == 2
     assert (
-        "wanted one of decoder, encoder, diffusion, embedding, quantised, experts, serving, got 'nothing'"
+        "wanted one of decoder, encoder, diffusion, embedding, quantised, experts, serving, or operations"
         in told.output
     )
+
+
+def test_a_set_may_be_named_by_its_operations():
+    found = served("norm.rms, attention.causal, activation.gelu,norm.rms", Device.detect("cpu"))
+    assert [each.operation for each in found if not each.operation.startswith("attention.")] == [
+        "norm.rms",
+        "activation.gelu",
+    ]
+    told = CliRunner().invoke(main, ["ready", "--for", "norm.rms,activation.gelu"])
+    assert "2 operations of norm.rms,activation.gelu find kernels" in " ".join(told.output.split())
 
 
 def test_doctor_tells_a_line_for_each_operation():

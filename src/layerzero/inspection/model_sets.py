@@ -12,12 +12,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import chain
 
 import torch
 
 from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, UnknownOperationError
 from layerzero.core.kernel import Backend
 from layerzero.core.operation import Case, Operation
 from layerzero.core.plan import Report
@@ -92,7 +93,7 @@ def served(name: str, device: Device | None = None) -> tuple[OperationFinding, .
     """Tell for each operation of a set whether an optimised kernel may run its named calls here.
 
     Args:
-        name: of the set: ``decoder``.
+        name: of the set: ``decoder``; or ``norm.rms,attention``, operations and functions with commas between them.
         device: another device than this machine's best.
     Raises: ValueError for a word that names no set, with the nearest.
     """
@@ -103,11 +104,28 @@ def served(name: str, device: Device | None = None) -> tuple[OperationFinding, .
 
 
 def set_named(name: str) -> OperationSet:
-    """A set by its name. Raises: ValueError for a word that names none, with the nearest."""
-    if not isinstance(name, str) or name not in SETS:
-        near = nearest(name, SETS) if isinstance(name, str) else ""
-        raise ValueError(f"asked_for (--for): wanted one of {', '.join(SETS)}, got {name!r}{near}")
-    return SETS[name]
+    """A set by its name, or one of operations, functions and sets with commas between them.
+
+    Raises: ValueError for a word that names none, with the nearest.
+    """
+    if isinstance(name, str) and name in SETS:
+        return SETS[name]
+    words = [each.strip() for each in name.split(",")] if isinstance(name, str) else [name]
+    return OperationSet("operations named by the caller", tuple(dict.fromkeys(chain(*map(_operations_of, words)))))
+
+
+def _operations_of(word: object) -> tuple[str, ...]:
+    if isinstance(word, str) and word in SETS:
+        return SETS[word].operations
+    near = nearest(word, SETS) if isinstance(word, str) else ""
+    try:
+        found = REGISTRY.operations_named(word) if isinstance(word, str) and word else []
+    except UnknownOperationError:
+        found = []
+    if not found or any(REGISTRY.operation(each).plain is not None for each in found):
+        wanted = f"wanted one of {', '.join(SETS)}, or operations of tensors with commas between them"
+        raise ValueError(f"asked_for (--for): {wanted}, got {word!r}{near}")
+    return tuple(found)
 
 
 def usual_dtype(operation: Operation, device: Device) -> torch.dtype:
