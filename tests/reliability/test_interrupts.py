@@ -121,6 +121,7 @@ def interrupted(file, number):
                 raise KeyboardInterrupt
         return trace
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 gives no opcodes to frames of later calls otherwise
     sys.settrace(trace)
     try:
         yield lambda: left[0] < 0

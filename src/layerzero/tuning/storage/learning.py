@@ -53,8 +53,8 @@ _MARK = "INSERT OR REPLACE INTO stale (family, graph, kernel, environment, adapt
 _UNMARK = f"DELETE FROM stale WHERE {_SUBJECT} AND serial = ?"  # noqa: S608  # names of ours
 _SERIAL = f"SELECT serial FROM stale WHERE {_SUBJECT}"  # noqa: S608  # names of ours
 _STALE = "SELECT family, graph, kernel, environment, adapts FROM stale LIMIT ?"
-_STALE_OF = """SELECT family, graph, kernel, environment, adapts FROM stale WHERE family = ?1 UNION
-    SELECT family, graph, kernel, environment, adapts FROM models WHERE family = ?1 AND format < ?2"""
+_STALE_OF = """SELECT family, graph, kernel, environment, adapts FROM stale WHERE family = ? UNION
+    SELECT family, graph, kernel, environment, adapts FROM models WHERE family = ? AND format < ?"""
 _FAMILIES = """SELECT DISTINCT works.family, graph, kernel, environment, adapts FROM times
     JOIN works ON works.key = times.work"""
 
@@ -166,7 +166,7 @@ def stale(connection: sqlite3.Connection, most: int) -> list[Subject]:
 
 def stale_of(connection: sqlite3.Connection, family: bytes) -> list[Subject]:
     """The same of one family, with models that an earlier version learnt in its own way."""
-    return connection.execute(_STALE_OF, (family, MODEL_FORMAT)).fetchall()
+    return connection.execute(_STALE_OF, (family, family, MODEL_FORMAT)).fetchall()
 
 
 def _is_text(subject: Subject) -> bool:
@@ -246,10 +246,10 @@ def groups(connection: sqlite3.Connection) -> list[list[Point]]:
     return [list(_points(connection, subject, ())) for subject in subjects]
 
 
-MODELS = f"""SELECT {sql_schema.MODEL_COLUMNS}, crc FROM models WHERE family = ?1 AND graph = ?2
+MODELS = f"""SELECT {sql_schema.MODEL_COLUMNS}, crc FROM models WHERE family = ? AND graph = ?
     UNION ALL SELECT family, graph, kernel, environment, adapts, -1, NULL, 0 FROM stale
-    WHERE family = ?1 AND graph = ?2"""  # noqa: S608  # names of ours
-"""What is known about a family; of models that are stale, one more row of format -1."""
+    WHERE family = ? AND graph = ?"""  # noqa: S608  # names of ours
+"""What is known about a family, given twice; of models that are stale, one more row of format -1."""
 
 decode = msgspec.json.Decoder(Model).decode
 

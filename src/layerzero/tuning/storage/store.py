@@ -207,13 +207,13 @@ class TimeStore:
 
     def _models(self, database: Database, family: bytes, graph: bool) -> list[tuple[Any, ...]]:
         """What is known about a family; what is stale, damaged, or learnt by an earlier version is learnt first."""
-        found = database.read(learning.MODELS, (family, graph))
+        found = database.read(learning.MODELS, (family, graph) * 2)
         damaged = [row[:5] for row in found if row[5] == learning.MODEL_FORMAT and not sql_schema.model_holds(row)]
         if damaged:
             database.tell(f"{database.path}: damaged models count for nothing, and are learnt anew", warn=True)
         if damaged or any(type(row[5]) is int and row[5] < learning.MODEL_FORMAT for row in found):
             journal_merge.learn_family(database, family, damaged)
-            found = database.read(learning.MODELS, (family, graph))
+            found = database.read(learning.MODELS, (family, graph) * 2)
         return [row[2:5] + row[6:7] for row in found if row[5] == learning.MODEL_FORMAT and sql_schema.model_holds(row)]
 
     def record(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
