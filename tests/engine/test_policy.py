@@ -88,6 +88,8 @@ def test_in_one_source_the_lock_of_fewest_operations_holds_then_the_last(attenti
 def test_an_alias_of_a_kernel_is_accepted(attention):
     lz.lock("attention.causal", "torch.sdpa.causal")
     assert chosen(*attention, layout="BSHD") == "torch.sdpa.cpu_flash"
+    for name in ("flash_attn.v3", "flash_attn.v2", "flashinfer", "xformers"):
+        lz.lock("attention.causal", f"{name}.causal")  # the specification's names
 
 
 @pytest.mark.parametrize(("operation", "kernel", "text"), [

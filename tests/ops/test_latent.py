@@ -87,6 +87,15 @@ def test_drafts_are_causal_at_the_end_of_each_sequence(kernel, apart):
         torch.testing.assert_close(lse[..., token : token + 1], sums, rtol=1e-5, atol=1e-5)
 
 
+def test_latents_without_pages_are_one_page():
+    given = call((20,), page_size=20)
+    page = given["block_tables"][0, 0]
+    ckv, kpe = (given[name][page][:, None] for name in ("ckv_cache", "kpe_cache"))  # (L, 1, C), as one sequence has
+    alone = {"ckv_cache": ckv.transpose(0, 1), "kpe_cache": kpe.transpose(0, 1)}
+    got = lz.mla_attention(**given | alone | {"block_tables": torch.zeros(1, 1, dtype=torch.int32)})
+    torch.testing.assert_close(got, lz.mla_attention(**given))
+
+
 def test_planes_apart_change_no_result():
     torch.testing.assert_close(lz.mla_attention(**call(apart=True)), lz.mla_attention(**call()), rtol=1e-5, atol=1e-5)
 
@@ -136,7 +145,7 @@ WRONG = [
     (lambda c: {"ckv_cache": c["ckv_cache"][..., :256]}, "ckv_cache: wanted latent_dim 512 as in q_nope, got 256"),
     (lambda c: {"kpe_cache": c["kpe_cache"][1:]}, "kpe_cache: wanted pages 10"),
     (lambda c: {"kpe_cache": c["kpe_cache"].unsqueeze(2)}, "kpe_cache: wanted a 3D tensor"),
-    (lambda c: {"q_nope": c["q_nope"][:, 0]}, "q_nope: wanted a 4D tensor"),
+    (lambda c: {"q_nope": c["q_nope"][:, 0]}, r"q_nope: wanted a 4D tensor \(one query of each sequence: \[:, None\]"),
     (lambda c: {"q_nope": c["q_nope"].double()}, "q_pe: wanted dtype float64"),
     (lambda c: {"block_tables": c["block_tables"].long()}, "block_tables: wanted an int32 tensor"),
     (

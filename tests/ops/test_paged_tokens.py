@@ -130,7 +130,7 @@ WRONG = [
     (lambda c: {"cu_seqlens_q": torch.tensor([0, 4, 1, 4, 12]).int()}, r"cu_seqlens_q\[2\]: wanted at least 4"),
     (lambda c: {"cu_seqlens_q": starts(1, 3, 0, 9)}, r"cu_seqlens_q\[4\]: wanted 12, the number of tokens, got 13"),
     (lambda c: {"cu_seqlens_q": c["cu_seqlens_q"].to("meta")}, "cu_seqlens_q: wanted device"),
-    (lambda c: {"cu_seqlens_q": None}, r"got 3D .*; queries of \(T, H, D\) go with cu_seqlens_q="),
+    (lambda c: {"cu_seqlens_q": None}, r"got 3D .*, go as query\[:, None\], those of \(T, H, D\) with cu_seqlens_q="),
     (lambda c: {"query": c["query"][None]}, "query: wanted a 3D tensor, got 4D .*; with cu_seqlens_q"),
     (lambda c: {"block_tables": c["block_tables"].long()}, "block_tables: wanted an int32 tensor"),
     (lambda c: {"context_lens": c["context_lens"][:2]}, "wanted 4 lengths as in block_tables, got 2"),

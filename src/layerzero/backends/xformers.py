@@ -107,6 +107,6 @@ KERNELS = (
         folds=("causal", "attn_mask", "window", "kv_lens"),  # a mask in 16 bits is too coarse for ALiBi
         graph_safe=True,
         priority=75,
-        aliases=("xformers.memory_efficient_attention",),
+        aliases=("xformers.memory_efficient_attention", "xformers.causal"),
     ),
 )

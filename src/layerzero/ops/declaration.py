@@ -255,17 +255,18 @@ def function(
     )
 
 
-def check_dense(function: str, arguments: Mapping[str, object]) -> None:
+def check_dense(function: str, arguments: Mapping[str, object], instead: str = "") -> None:
     """Raise InvalidCallError for what no route can look at.
 
     Nested and sparse tensors have no strides, and some not even a shape; integers that no float holds make any
-    comparison of numbers raise.
+    comparison of numbers raise. ``instead`` says what to call with nested ones.
     """
-    problems = []
+    problems: list[str] = []
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
             kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-            problems.append(f"{name}: wanted a dense tensor, got a {kind} one")
+            hint = f"; {instead}" if instead and value.is_nested and not problems else ""
+            problems.append(f"{name}: wanted a dense tensor, got a {kind} one{hint}")
         elif type(value) is int and out_of_range(value, floating=True):
             problems.append(f"{name}: wanted a number that a float can hold, got {told(value)}")
     if problems:

@@ -204,11 +204,14 @@ MLA_DECODE_PAGED = attn.operation(
 OPERATIONS = (MLA_DECODE_PAGED,)
 
 
+_QUERIES = "a 4D tensor (one query of each sequence: [:, None])"
+
+
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(_FUNCTION, arguments)
     tables = arguments["block_tables"], arguments["context_lens"]
     problems = table_problems(*tables)
-    problems += shape_problems(arguments, ("q_nope", "q_pe"), 4) + shape_problems(arguments, _PLANES, 3)
+    problems += shape_problems(arguments, ("q_nope", "q_pe"), 4, _QUERIES) + shape_problems(arguments, _PLANES, 3)
     refuse(_FUNCTION, problems)
     q_nope, planes = arguments["q_nope"], [arguments[name] for name in _PLANES]
     if not q_nope.shape[2] or not planes[0].shape[1] or not all(each.shape[2] for each in planes):

@@ -211,6 +211,7 @@ def _template(backend: str, operations: tuple[str, ...], kind: str, priority: in
         prebuilt=prebuilt(backend),
         workspace_bytes=lambda _: _SCRATCH_BYTES,
         priority=priority,
+        aliases=("flashinfer.causal",) if kind == "prefill" else (),
     )
 
 

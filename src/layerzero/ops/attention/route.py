@@ -224,9 +224,12 @@ def attention(
     raise AssertionError("the signature only; the engine makes the callable")
 
 
+_NESTED = "lz.ragged_attention takes its values() and offsets().int()"
+
+
 def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     """Check a call and choose the operation by head counts and query length."""
-    check_dense(NAME, arguments)
+    check_dense(NAME, arguments, _NESTED)
     shapes = _shapes(arguments)
     layout = _layout(arguments, shapes, default_layout)
     query, key, _ = shapes

@@ -252,7 +252,7 @@ def _query_problems(arguments: dict[str, Any]) -> list[str]:
     problems = table_problems(arguments["block_tables"], arguments["context_lens"])
     found = shape_problems(arguments, ("query",), 4 if starts is None else 3)
     if found and isinstance(query, Tensor) and query.ndim in (3, 4):
-        several = "queries of (T, H, D) go with cu_seqlens_q="
+        several = "queries of (B, H, D), one a sequence, go as query[:, None], those of (T, H, D) with cu_seqlens_q="
         hint = several if starts is None else "with cu_seqlens_q, given or of the step, queries are (T, H, D)"
         found = [f"{found[0]}; {hint}"]
     problems += found
