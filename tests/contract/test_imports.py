@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
 
 import layerzero
 from layerzero.backends import builtin_kernels
+from layerzero.integrations import diffusers, transformers_patches
 
 ROOT = Path(layerzero.__file__).parent
 ORDER = (
@@ -125,6 +127,16 @@ def test_mypy_says_the_same_where_a_library_is_absent():
         if not any(fnmatch.fnmatchcase(name, each) or f"{name}.*" == each for each in skipped["module"])
     }
     assert not missing, f"pyproject.toml, [[tool.mypy.overrides]] with ignore_missing_imports: add {sorted(missing)}"
+
+
+def test_ranges_of_versions_are_said_alike_where_they_are_said_twice():
+    extras = PROJECT["project"]["optional-dependencies"]
+    for name, known in (("transformers", transformers_patches.VERSIONS), ("diffusers", diffusers.TESTED)):
+        (told,) = extras[name]
+        assert Requirement(told) == Requirement(f"{name}{known}")
+    once = {Requirement(each).name: each for name in extras if name != "dev" for each in extras[name]}
+    again = {each: once.get(Requirement(each).name, each) for each in extras["dev"]}
+    assert again == {each: each for each in again}
 
 
 def layer(name):

@@ -131,7 +131,7 @@ def test_named_devices_resolve(device, sm, generation):
     ("MI200", "gfx90a"), ("MI300", "gfx942"), ("MI355X", "gfx950"), ("MI400", "gfx1250"),
     ("RDNA3", "gfx1100"), ("RDNA4", "gfx1201"), ("EPYC", "x86_64"), ("Xeon", "x86_64"), ("Grace", "aarch64"),
     ("Gaudi 2", "habana"), ("gaudi-3", "habana"), ("Arc A770", "intel"),
-    ("M3 Max", "apple"), ("MPS", "apple"),
+    ("M3 Max", "apple"), ("MPS", "apple"), ("ROCm", "gfx942"), ("xpu", "intel"), ("hpu", "habana"),
 ])  # fmt: skip
 def test_families_and_products_resolve(name, wanted):
     device = Device.named(name)

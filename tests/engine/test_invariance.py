@@ -154,6 +154,22 @@ def test_draws_with_a_seed_a_row_and_what_comes_before_them_depend_on_the_row_al
             lz.sample(logits)
 
 
+@pytest.mark.parametrize("vocab", [32768, 40001])
+def test_log_probabilities_of_long_rows_have_the_bits_of_each_row_alone(vocab):
+    """torch shares the sum of a row of 32,768 numbers and more out among threads, where it is the only row."""
+    logits, ids, threads = torch.randn(3, vocab), torch.randint(vocab, (3,)), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with lz.scope(batch_invariant=True):
+            whole = lz.chosen_logprobs(logits, ids)
+            alone = [lz.chosen_logprobs(logits[row : row + 1], ids[row : row + 1]) for row in range(3)]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(torch.cat(alone), whole)
+    wanted = logits.double().log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    torch.testing.assert_close(whole.double(), wanted, rtol=1e-6, atol=1e-5)
+
+
 def test_what_declares_nothing_runs_entries_of_the_batch_one_by_one_or_is_refused_by_name():
     query, key, value = torch.randn(6, 20, 4, 16), torch.randn(6, 20, 4, 16), torch.randn(6, 20, 4, 16)
     with lz.scope(batch_invariant=True), pytest.raises(NoKernelFoundError, match="BATCH_INVARIANCE_REQUIRED"):

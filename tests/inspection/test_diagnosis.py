@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import layerzero as lz
 from layerzero.core.device import Device
-from layerzero.engine import accelerator
+from layerzero.engine import accelerator, probe
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.services import SERVICES
 from layerzero.inspection import diagnosis
@@ -43,6 +44,18 @@ def test_how_calls_find_their_kernels_is_told_in_words(monkeypatch):
         lz.thaw()
     assert told[1] == "calls like earlier ones find their kernel in Python (it was not built)"
     assert told[2] == "the choice of kernels is frozen for 1 classes of calls; lz.thaw() lets it follow new times"
+
+
+@pytest.mark.parametrize(("name", "here", "count"), [("B200", False, 1), ("B200", True, 0), ("RTX 5090", False, 0)])
+def test_a_large_blackwell_whose_units_no_library_uses_is_an_issue(monkeypatch, name, here, count):
+    cpu, blackwell = Device.detect("cpu"), Device.named(name)
+    libraries = {"flash-attn-4": "4.0.0b36", "torch": torch.__version__} if here else {}
+    monkeypatch.setattr(diagnosis.probe, "with_device", lambda device: probe.Machine(device, libraries))
+    monkeypatch.setattr(diagnosis, "_devices", lambda: ([cpu, blackwell], []))
+    told = [each for each in lz.doctor().issues if "tcgen05" in each]
+    wanted = "torch alone has kernels for the tensor cores of NVIDIA B200 (tcgen05); `pip install --pre flash-attn-4` "
+    assert len(told) == count
+    assert all(each.startswith(wanted) for each in told)
 
 
 def test_all_ways_of_reading_tensors_have_words():

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from typing import Any
 
 import pytest
 import torch
 from optimized_models import SIZES, made
+from scaled_modules import Gated, Scaled
+from torch import nn
 
 import layerzero as lz
 from decoders import output, tokens
 from drawing import mostly
+from layerzero.integrations.optimize.modules.norms import norm
+from layerzero.integrations.optimize.modules.products import block, linear
+from layerzero.integrations.optimize.swaps.candidate import Candidate
+from layerzero.integrations.optimize.swaps.swap import is_swapped
 
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
@@ -220,3 +227,50 @@ def test_a_sentence_transformer_gives_the_same_embeddings(state: str, tmp_path: 
     torch.testing.assert_close(torch.as_tensor(model.encode(texts)), expected, rtol=1e-4, atol=1e-4)
     report.undo()
     assert torch.equal(torch.as_tensor(model.encode(texts)), expected)
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = Scaled(16, "written"), Gated(nn.SiLU())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.block(x=self.norm(x=rows))
+        return out
+
+
+def test_names_of_arguments_are_those_of_the_modules_class() -> None:
+    """Callers may use them, and trainers, exporters and pipelines ask for them."""
+    model = Root().eval()
+    rows = torch.randn(3, 16)
+    expected, names = model(rows), [inspect.signature(each.forward) for each in model.modules()]
+    lz.optimize(model)
+    for found in (norm(model.norm), block(model.block)):
+        assert isinstance(found, Candidate)
+        if not is_swapped(found.swap.module):
+            found.swap.on()
+    for twin in (model, copy.deepcopy(model)):
+        assert [inspect.signature(each.forward) for each in twin.modules()] == names
+        with torch.no_grad():
+            assert [each.function for each in lz.trace(twin, rows).rows] == ["rms_norm", "mlp"]
+            torch.testing.assert_close(twin(rows=rows), expected)
+        with pytest.raises(TypeError, match=r"Scaled.forward\(\) got an unexpected keyword argument 'y'"):
+            twin.norm(y=rows)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_scripting_gives_modules_their_own_code_back_and_says_so() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))).eval()
+    rows = torch.randn(3, 16)
+    expected = model(rows)
+    lz.optimize(model)
+    for each in (model[0], model[1][1]):  # type: ignore[index]
+        if not is_swapped(each):
+            linear(each).swap.on()  # type: ignore[union-attr]
+    with pytest.warns(lz.LayerZeroWarning, match=r"give it a copy\.deepcopy of the model"):
+        torch.testing.assert_close(torch.jit.script(copy.deepcopy(model))(rows), expected)
+    assert any(map(is_swapped, model.modules()))
+    with pytest.warns(lz.LayerZeroWarning, match="run theirs from now on"):
+        torch.testing.assert_close(torch.jit.script(model)(rows), expected)
+    assert not any({"forward", "_layerzero", "__prepare_scriptable__"} & set(vars(each)) for each in model.modules())
+    assert torch.equal(model(rows), expected)

@@ -15,6 +15,7 @@ from torch.nn import functional
 import layerzero as lz
 from layerzero.integrations.optimize import selection
 from layerzero.integrations.optimize.modules import weights
+from layerzero.integrations.optimize.swaps.swap import Way
 from layerzero.integrations.optimize.times import timing
 
 
@@ -180,6 +181,26 @@ def test_a_layer_that_no_input_calls_keeps_its_own_code_for_long_prompts(
     report = lz.optimize(model, torch.randn(1, 256), weights="int8")
     most = {each.path: each.swap.state.most for each in report.replaced if each.swap is not None}
     assert most == {"called": 64, "other": 64}
+
+
+def test_sizes_count_as_calls_of_the_product_do(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a prompt begins at 64 rows, a call of 40 is one of few: what it took must not be decided by 4 rows."""
+
+    def timed_alone(_: Any, report: Any, *__: Any) -> bool:
+        for each in report.replaced:
+            each.swap.state.take((Way.PACKED,) * 3, 64)
+        return True
+
+    monkeypatch.setattr(selection, "_keep_what_gains", timed_alone)
+    monkeypatch.setattr(weights, "_ratio", lambda _, size: 1.7 if size == 4 else 0.5)
+    model = nn.Sequential(nn.Linear(256, 96)).eval()
+    given = torch.randn(40, 256)
+    with torch.no_grad():
+        stock = model(given)
+        report = lz.optimize(model, given, weights="int8")
+        assert report.made
+        assert not torch.equal(model(given), stock)
+    assert not report.kept_sizes
 
 
 class OneOfTwo(nn.Module):

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 
 import layerzero as lz
-from layerzero.backends.torch.attention import blanked, levelled, loses_log_sums
+from layerzero.backends.torch import attention
+from layerzero.backends.torch.attention import blanked, levelled, loses_log_sums, short_mask
 
 OTHERS = ["onnxruntime", "zentorch", "flex_attention", "inductor"]
 PADDED = 4
@@ -113,3 +114,22 @@ def test_gradients_of_levelled_rows_are_those_of_float64_for_values_and_visible_
     truth = gradients(scores_left_out, query.double(), key.double(), value.double())
     for found, wanted in zip(gradients(fused, query, key, value), truth, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("number", "masks"), [(1.0, 0), (math.nan, 1), (math.inf, 1), (3e37, 1)])
+def test_few_keys_get_a_mask_only_where_a_score_may_be_no_number(monkeypatch, number, masks, causal):
+    """torch's kernel takes scores of NaN beside fewer than 16 keys for hidden; 3e37 squared overflows."""
+    made = []
+    monkeypatch.setattr(attention, "short_mask", lambda *a, **k: made.append(a) or short_mask(*a, **k))
+    query, key, value = torch.randn(3, 2, 16, 10, 8)
+    query[1, 2, 9] = number
+    if not causal:  # a mask adds -inf, which leaves NaN as it is
+        key[1, 2, 3] = number
+    with lz.scope(locks={"attention.standard.prefill": "torch.sdpa.cpu_flash"}):
+        got = lz.attention(query, key, value, causal=causal, layout="BHSD")
+    scores = query @ key.transpose(-1, -2) * 8**-0.5
+    if causal:
+        scores.masked_fill_(torch.ones(10, 10, dtype=torch.bool).triu(1), -math.inf)
+    torch.testing.assert_close(got, torch.softmax(scores, -1) @ value, equal_nan=True)
+    assert len(made) == masks

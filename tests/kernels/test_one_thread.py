@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -57,6 +60,17 @@ def test_other_threads_keep_theirs(two_threads):
 
     small_alone(operator)(torch.empty(3))
     assert seen == [3]
+
+
+@pytest.mark.skipif(shape_cache.runtime() is not None, reason="torch's OpenMP runtime is the only one in this process")
+def test_where_another_runtime_was_loaded_a_process_of_its_own_is_tried():
+    """A library that an earlier test imported may bring one; then the tests of this file would all be skipped."""
+    without = {each: value for each, value in os.environ.items() if not each.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not another_runtime", __file__]
+    done = subprocess.run(command, env=without, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if needs_runtime.kwargs["reason"] in done.stdout:
+        pytest.skip("torch alone has no OpenMP runtime here, or several")
 
 
 def test_without_a_runtime_the_operator_is_as_it_was(monkeypatch):

@@ -51,9 +51,22 @@ def test_a_strategy_that_cannot_be_had_is_refused(facts, code):
     assert caught.value.code is code
 
 
-def test_a_number_of_sequences_that_is_none_is_refused():
-    with pytest.raises(lz.InvalidCallError, match="max_sequences: wanted a number of at least 1, got ''"):
-        lz.kv_cache_strategy(max_sequences="")
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"max_sequences": ""}, "max_sequences: wanted a number of at least 1, got ''"),
+        ({"device": "typo"}, "device: wanted one that torch knows, such as 'cuda:0', got 'typo'"),
+        ({"device": 3.5}, "device: wanted one that torch knows, such as 'cuda:0', got 3.5"),
+        ({"cuda": "x"}, "cuda: wanted a number such as 12040 for 12.4, or None for the driver's, got 'x'"),
+        ({"device": "cpu", "cuda": True}, "cuda: wanted a number .*, got True"),
+        ({"layout": "typo"}, "layout: wanted NHD or HND or VLLM or VLLM_CPU, got 'typo'"),
+        ({"paged": 7}, "paged: wanted True or False, got 7"),
+        ({"captured": "x"}, "captured: wanted True or False, got 'x'"),
+    ],
+)
+def test_what_no_strategy_can_be_chosen_for_is_refused_by_name(given, problem):
+    with pytest.raises(lz.InvalidCallError, match=f"kv_cache_strategy: {problem}"):
+        lz.kv_cache_strategy(**given)
 
 
 def test_without_a_driver_there_is_no_virtual_memory(monkeypatch):
@@ -297,8 +310,8 @@ def test_a_limit_of_memory_holds_from_the_beginning(strategy):
         ({"pages": 2**40}, "pages: wanted at most 2147483647, got 1099511627776"),
         ({"head_dim": 2**62}, r"\[KV_CACHE_EXHAUSTED\].*wanted \d+ bytes on cpu.*fewer pages"),
         ({"dtype": []}, r"dtype: wanted float32, .*, got \[\]"),
-        ({"device": "nowhere"}, "device: wanted one that torch knows, such as 'cuda:0', or None, got 'nowhere'"),
-        ({"device": 1.5}, "device: wanted one that torch knows, such as 'cuda:0', or None, got 1.5"),
+        ({"device": "nowhere"}, "device: wanted one that torch knows, such as 'cuda:0', got 'nowhere'"),
+        ({"device": 1.5}, "device: wanted one that torch knows, such as 'cuda:0', got 1.5"),
     ],
 )
 def test_what_no_memory_or_library_has_is_told_by_this_one(given, said):

@@ -175,4 +175,5 @@ def refused(**changes):
 
 def test_it_runs_where_it_is_installed_for_one_scale_of_keys_and_one_of_values():
     assert refused() == set()
-    assert refused(scales=(2,)) == refused(form=INT8) == {ReasonCode.CONSTRAINT_FAILED}
+    assert refused(scales=(2,)) == {ReasonCode.CONSTRAINT_FAILED}
+    assert refused(form=INT8) == {ReasonCode.KV_CACHE_DTYPE_MISMATCH}

@@ -174,6 +174,21 @@ def test_numbers_that_vmap_hides_from_a_check_are_named():
         torch.func.vmap(lz.ragged_attention)(tokens, tokens, tokens, *2 * [starts.expand(2, 3)])
 
 
+def test_only_numbers_that_a_check_reads_are_named_among_those_that_vmap_hides():
+    """Tables and lengths may differ from call to call, which a call of sequences of one length shows."""
+    (keys, values), query = torch.randn(2, 8, 4, 2, 16), torch.randn(2, 5, 2, 16)
+    numbers = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]]).int(), torch.tensor([9, 13]).int(), torch.tensor([0, 2, 5])
+    batched = [torch.stack([each, each]) for each in numbers]
+
+    def attention(query, table, lens, starts):
+        return lz.paged_attention(query, keys, values, table, lens, cu_seqlens_q=starts.int(), layout="NHD")
+
+    shared = torch.func.vmap(attention, (0, 0, 0, None))
+    assert shared(query, *batched[:2], numbers[2]).shape == query.shape
+    with pytest.raises(lz.InvalidCallError, match="paged_attention: cu_seqlens_q: wanted numbers that every call"):
+        torch.func.vmap(attention)(query, *batched)
+
+
 @at_once("name", sorted(name for name, function in FUNCTIONS.items() if function.mutates))
 def test_what_was_made_in_inference_mode_is_not_written_into_outside_of_it(name):
     """The caller's mistake, told before a kernel fails at it: a failure would let that kernel rest for all calls."""

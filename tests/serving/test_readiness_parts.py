@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -199,6 +200,27 @@ def test_a_frozen_choice_that_is_not_kept_is_degraded():
         lz.thaw()
 
 
+def test_packages_that_harm_each_other_are_degraded(monkeypatch):
+    assert of("libraries").state is READY
+    harm = "nvidia-cuda-runtime-cu12 12.9 with torch for CUDA 13.0: a process may load both"
+    monkeypatch.setattr(readiness_parts, "other_cudas", lambda: iter([harm]))
+    found = of("libraries")
+    assert (found.state, found.text, found.step) == (DEGRADED, harm, "`layerzero doctor` lists all issues")
+
+
+def test_a_listener_that_loses_events_is_degraded_while_it_listens():
+    assert of("telemetry").text == "no listener; lz.metrics() counts without one"
+    listener = lz.on_event(lambda event: event.missing)
+    assert of("telemetry").text == "listeners: 1"
+    norm()
+    listener.flush()
+    found = of("telemetry")
+    assert found.state is DEGRADED
+    assert re.search(r"<lambda> raised [1-9]\d* times$", found.text)
+    listener.close()
+    assert of("telemetry").state is READY
+
+
 def test_ranks_that_did_not_agree_or_differ_are_degraded(monkeypatch):
     assert of("ranks").text == "each chooses for itself"
     monkeypatch.setattr(readiness_parts, "ranks_choose", lambda _: True)
@@ -233,7 +255,7 @@ def test_the_command_tells_each_part_and_exits_by_the_worst(manifest, monkeypatc
 
     told = run("--json", "--for", "embedding")
     assert told.exit_code == 0
-    assert len(json.loads(told.stdout)["parts"]) == 11
+    assert len(json.loads(told.stdout)["parts"]) == 13
     lz.configure(enabled=False)
     assert (run().exit_code, run("--strict").exit_code) == (0, 1)
     assert run("--for", "nothing").exit_code == 2

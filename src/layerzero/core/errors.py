@@ -114,12 +114,14 @@ class DescriptorError(RegistrationError):
     Attributes:
         name: the file, or what stands for it.
         problems: one line per problem, each with the field, what was wanted and what came.
+        code: of a document that is not understood; None where it speaks of kernels that do not exist.
     """
 
-    def __init__(self, name: str, problems: Sequence[str]) -> None:
+    def __init__(self, name: str, problems: Sequence[str], code: ReasonCode | None = None) -> None:
         self.name = name
         self.problems = tuple(problems)
-        super().__init__(_listed(name, problems))
+        self.code = code
+        super().__init__(f"{f'[{code}] ' if code is not None else ''}{_listed(name, problems)}")
 
 
 _MOST_LISTED = 12

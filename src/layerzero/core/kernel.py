@@ -31,6 +31,7 @@ FLAGS = (
 )
 """Flags of a kernel that its backend may set for all of its kernels."""
 
+_BY_CALL = (*FLAGS[1:4], "stock", "proved_first")  # a function of a call's facts may answer
 _REQUIREMENT_NAME = re.compile(r"^[A-Za-z0-9_.-]+?\s*(?=[<>=!~])")
 
 
@@ -303,9 +304,13 @@ class Kernel:
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not _ID.fullmatch(self.id):
             raise RegistrationError(f"id: wanted a name such as 'my_library.my_kernel', got {self.id!r}")
-        for name in FLAGS:
-            if getattr(self, name) is None:
+        for name in (*FLAGS, *_BY_CALL[3:], "asked_for"):
+            flag = getattr(self, name)
+            if flag is None:
                 object.__setattr__(self, name, name in self.backend.flags)
+            elif not isinstance(flag, bool) and not (name in _BY_CALL and callable(flag)):
+                wanted = "a function or a bool" if name in _BY_CALL else "a bool"
+                raise RegistrationError(f"{self.id}: {name}: wanted {wanted}, got {flag!r}")
         if self.backend.least_sm and not any(isinstance(each, Arch) for each in self.limits):
             object.__setattr__(self, "limits", (Arch(self.backend.least_sm), *self.limits))
         object.__setattr__(self, "renames", MappingProxyType(dict(self.renames)))
@@ -326,8 +331,7 @@ class Kernel:
             if not name.isidentifier() or keyword.iskeyword(name):  # it becomes a word of the plan's text
                 raise RegistrationError(f"{self.id}: renames: wanted the name of an argument, got {name!r}")
         if (self.build_key or self.prebuilt or self.cache_folder) and not self.jit:
-            told = "build_key, prebuilt and cache_folder speak of what compiles, and it does not (jit)"
-            raise RegistrationError(f"{self.id}: {told}")
+            raise RegistrationError(f"{self.id}: jit: wanted True with build_key, prebuilt or cache_folder, got False")
 
     @classmethod
     def of_expression(cls, *operations: Operation, **fields: Any) -> Kernel:
@@ -391,7 +395,5 @@ class Kernel:
         return self.proved_first if isinstance(self.proved_first, bool) else self.proved_first(facts)
 
 
-REFERENCE_BACKEND = Backend(
-    name="reference", summary="The operations' own definitions in plain PyTorch; slow and right", platforms=PLATFORMS
-)
+REFERENCE_BACKEND = Backend("reference", "Operations' own definitions in PyTorch; slow and right", platforms=PLATFORMS)
 """Owner of the kernels that the registry makes from every operation's reference."""

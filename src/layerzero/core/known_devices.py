@@ -139,6 +139,9 @@ FAMILIES = {
     "EPYC": "Genoa",
     "Xeon": "Sapphire Rapids",
     "MPS": "M3 Max",
+    "ROCm": "MI300X",
+    "XPU": "Max 1550",
+    "HPU": "Gaudi",
 }
 """A family's name, and which of it is meant where no more is said."""
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -283,6 +284,10 @@ class Ledger:
 
     def called(self, facts: Facts) -> None:
         """Remember that a call was chosen for, so that tuning measures first what this machine runs; never waits."""
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Remember no call meanwhile, of any thread: calls of a test are invented, not what this machine runs."""
+        return nullcontext()
 
     def calls(self) -> Sequence[tuple[int, CallRecipe]]:
         """What was called on this machine and how often it was chosen for, the latest first; bounded."""

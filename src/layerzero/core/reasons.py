@@ -37,11 +37,13 @@ class ReasonCode(StrEnum):
     QUANT_FORMAT_UNSUPPORTED = "QUANT_FORMAT_UNSUPPORTED"
     REQUANTIZATION_REQUIRED = "REQUANTIZATION_REQUIRED"
     QUANT_ACCURACY_THRESHOLD_EXCEEDED = "QUANT_ACCURACY_THRESHOLD_EXCEEDED"
+    PACKED_WEIGHTS_REQUIRED = "PACKED_WEIGHTS_REQUIRED"
     # memory layout
     STRIDE_LAST_DIM = "STRIDE_LAST_DIM"
     NOT_CONTIGUOUS = "NOT_CONTIGUOUS"
     MISALIGNED = "MISALIGNED"
     KV_CACHE_LAYOUT_MISMATCH = "KV_CACHE_LAYOUT_MISMATCH"
+    KV_CACHE_DTYPE_MISMATCH = "KV_CACHE_DTYPE_MISMATCH"
     KV_CACHE_EXHAUSTED = "KV_CACHE_EXHAUSTED"
     KV_STRATEGY_UNSUPPORTED = "KV_STRATEGY_UNSUPPORTED"
     VIRTUAL_MEMORY_EXHAUSTED = "VIRTUAL_MEMORY_EXHAUSTED"
@@ -82,6 +84,7 @@ class ReasonCode(StrEnum):
     NOT_INSTALLED = "NOT_INSTALLED"
     BACKEND_IMPORT_FAILED = "BACKEND_IMPORT_FAILED"
     VERSION_UNSUPPORTED = "VERSION_UNSUPPORTED"
+    CAPABILITIES_SCHEMA_MISMATCH = "CAPABILITIES_SCHEMA_MISMATCH"
     # trust and policy
     BACKEND_ERROR = "BACKEND_ERROR"
     UNHEALTHY = "UNHEALTHY"
@@ -112,9 +115,11 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.QUANT_FORMAT_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.REQUANTIZATION_REQUIRED: "{fact}: wanted {wanted}, got {got}",
     ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED: "{fact}: wanted {wanted}, got {got}",
+    ReasonCode.PACKED_WEIGHTS_REQUIRED: "{fact} must be {wanted}, is {got}",
     ReasonCode.STRIDE_LAST_DIM: "stride(-1) of {fact} must be {wanted}, is {got}",
     ReasonCode.NOT_CONTIGUOUS: "{fact} must be {wanted}, has {got}",
     ReasonCode.KV_CACHE_LAYOUT_MISMATCH: "{fact} is written in layout {wanted}, the call names {got}",
+    ReasonCode.KV_CACHE_DTYPE_MISMATCH: "{fact} must be {wanted}, is {got}",
     ReasonCode.KV_CACHE_EXHAUSTED: "{fact}: wanted {wanted}, got {got}",
     ReasonCode.KV_STRATEGY_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
     ReasonCode.VIRTUAL_MEMORY_EXHAUSTED: "{fact}: wanted {wanted}, got {got}",
@@ -151,6 +156,7 @@ _TEXT: dict[ReasonCode, str] = {
     ReasonCode.NOT_INSTALLED: "{fact} is {got}, {wanted} is needed",
     ReasonCode.BACKEND_IMPORT_FAILED: "{fact} is installed but does not load: {got}",
     ReasonCode.VERSION_UNSUPPORTED: "{fact} must be {wanted}, is {got}",
+    ReasonCode.CAPABILITIES_SCHEMA_MISMATCH: "{fact}: wanted {wanted}, got {got}",
     ReasonCode.BACKEND_ERROR: "failed while running {fact}: {got}",
     ReasonCode.UNHEALTHY: "{fact}: {got}; wanted {wanted}",
     ReasonCode.NOT_VETTED: "has not proved itself on this machine: wanted {wanted}, got {got}",

@@ -37,6 +37,7 @@ class OperationSchema:
         axes: what sizes mean; an axis that is not named here selects code: times do not carry over along it.
         layouts: layouts that a call may have, the one of this schema first; empty where axes have no layout.
         dtype_of: the tensor whose dtype is the call's; the first if empty.
+        codes: derived facts, each with the reason code of a value that a kernel lacks; arguments have their own.
         required, optional: the tensors that every call brings, and those that it may leave out.
         mutated: names of the tensors that the operation writes into.
         chosen, scalars, bounds, handles: names of the parameters of each role; scalars are what is passed.
@@ -58,6 +59,7 @@ class OperationSchema:
     axes: tuple[Axis, ...] = ()
     layouts: tuple[str, ...] = ()
     dtype_of: str = ""
+    codes: tuple[tuple[str, ReasonCode], ...] = ()
     required: tuple[TensorSchema, ...] = field(init=False, repr=False, compare=False)
     optional: tuple[TensorSchema, ...] = field(init=False, repr=False, compare=False)
     mutated: tuple[str, ...] = field(init=False, repr=False, compare=False)
@@ -147,7 +149,7 @@ class OperationSchema:
     def code(self, argument: str) -> ReasonCode:
         """The reason that a kernel which lacks an argument, or a value of it, is refused with."""
         found = self._params.get(argument) or next((each for each in self.inputs if each.name == argument), None)
-        return ReasonCode.CONSTRAINT_FAILED if found is None else found.code
+        return dict(self.codes).get(argument, ReasonCode.CONSTRAINT_FAILED) if found is None else found.code
 
     def axis(self, name: str) -> Axis:
         """What a size means; nothing in particular where the schema does not say."""

@@ -341,7 +341,7 @@ class Dispatcher:
         try:
             routed = self.function.route(dict(arguments), policy.layout)
         except RuntimeError as error:
-            transforms.refuse_hidden(self.function.name, arguments, error)
+            transforms.refuse_hidden(self.function, arguments, policy.layout, error)
             raise
         read = functools.partial(transforms.call_state, self.tensors(arguments), policy, self.function.state)
         return reference_in_transform(routed, policy, self.engine.registry, read)

@@ -81,13 +81,14 @@ class Listener:
     """A function that gets every event, on a thread of its own; :func:`on_event` makes one.
 
     Attributes:
+        name: of the function.
         dropped: events that its queue had no room for.
         errors: how often it raised.
     """
 
     def __init__(self, receive: Callable[[Event], object]) -> None:
         self._receive = receive
-        self._name = getattr(receive, "__qualname__", type(receive).__name__)
+        self.name = getattr(receive, "__qualname__", type(receive).__name__)
         self._lock = forking.lock()
         self._closed = False
         self._begin()
@@ -106,7 +107,7 @@ class Listener:
             if self.dropped == 1:
                 log.warning(
                     "the listener %s does not take its events: %d wait, and further ones are dropped and counted; "
-                    "look at what it waits for (lz.metrics().events_dropped)", self._name, MOST_WAITING,
+                    "look at what it waits for (lz.metrics().events_dropped)", self.name, MOST_WAITING,
                 )  # fmt: skip
             return
         self._queue.put((event, context))
@@ -128,7 +129,7 @@ class Listener:
                 if self.errors == 1:
                     log.warning(
                         "the listener %s raised %s: %s; it goes on to get events, and further errors are counted "
-                        "(lz.metrics().listener_errors)", self._name, type(error).__name__, error,
+                        "(lz.metrics().listener_errors)", self.name, type(error).__name__, error,
                     )  # fmt: skip
 
     def flush(self, timeout_s: float = END_S) -> bool:
@@ -255,6 +256,10 @@ class Events:
         with self._lock:
             listeners, (dropped, errors) = (*self._listeners, *self._ending), self._lost
         return dropped + sum(each.dropped for each in listeners), errors + sum(each.errors for each in listeners)
+
+    def listeners(self) -> tuple[Listener, ...]:
+        """Those that get events now."""
+        return self._listeners
 
     def selections(self) -> dict[tuple[str, str], int]:
         """How often each kernel was chosen for an operation; a copy."""

@@ -6,6 +6,7 @@ The reference is made of them, so it runs, where the operator's word allows it: 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,7 +24,7 @@ from layerzero.core.device import Device
 from layerzero.core.eager_state import declared
 from layerzero.core.errors import InvalidCallError, NoKernelFoundError
 from layerzero.core.facts import CallState, FactsBuilder
-from layerzero.core.operation import Routed
+from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.legality import policy_reasons
@@ -67,24 +68,48 @@ def reference_in_transform(
             raise InvalidCallError(routed.operation.name, [problem]) from error
 
 
-def refuse_hidden(function: str, arguments: Mapping[str, Any], error: RuntimeError) -> None:
-    """Name the numbers that a transform hides from a check that reads them: torch's own error names none.
+def refuse_hidden(
+    function: Function, arguments: Mapping[str, Any], default_layout: str | None, error: RuntimeError
+) -> None:
+    """Name the numbers that a transform hides from a check of the route: torch's own error names none.
 
     Raises: InvalidCallError where there are any.
     """
-    hidden = [
-        name
+    numbers = {
+        name: value
         for name, value in arguments.items()
         if isinstance(value, torch.Tensor)
         and not (value.is_floating_point() or value.is_complex())
         and torch._C._functorch.is_functorch_wrapped_tensor(value)
-    ]
-    if hidden:
+    }
+    if numbers:
+        seen = {name: _first_of_batch(value) for name, value in numbers.items()}
+        refused = functools.partial(_is_refused, function, default_layout)
+        hidden = [name for name in numbers if refused({**arguments, **seen, name: numbers[name]})] or list(numbers)
         helps = "batch the other tensors alone (in_dims=None for these), or make one call of all sequences"
         problem = (
             f"{' or '.join(hidden)}: wanted numbers that every call of a vmap shares, got numbers for each; {helps}"
         )
-        raise InvalidCallError(function, [problem]) from error
+        raise InvalidCallError(function.name, [problem]) from error
+
+
+def _first_of_batch(value: torch.Tensor) -> torch.Tensor:
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        batched = torch._C._functorch.maybe_get_bdim(value)
+        value = torch._C._functorch.get_unwrapped(value)
+        value = value if batched < 0 else value.select(batched, 0)
+    return value
+
+
+def _is_refused(function: Function, default_layout: str | None, arguments: dict[str, Any]) -> bool:
+    """Whether a check cannot read what it reads; what it says of numbers that it reads is about those of one call."""
+    try:
+        function.route(arguments, default_layout)
+    except RuntimeError:
+        return True
+    except InvalidCallError:
+        pass
+    return False
 
 
 @contextmanager

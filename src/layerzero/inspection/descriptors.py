@@ -25,6 +25,7 @@ from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit_kinds import Equal, Limit, OneOf
 from layerzero.core.limits import limit_data
 from layerzero.core.operation import Operation
+from layerzero.core.reasons import ReasonCode
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.probe import check_requirement
 from layerzero.engine.registry import REGISTRY, Registry
@@ -120,13 +121,14 @@ def understood(source: Source, known: Mapping[str, Operation]) -> LoadedDescript
     if isinstance(read, Descriptor1):
         read, problems = translated(read, known)
     if read is None:
-        raise DescriptorError(name, problems)
+        raise DescriptorError(name, problems, ReasonCode.CAPABILITIES_SCHEMA_MISMATCH)
     entries = _gathered(read, known, problems)
     problems += _top_problems(read)
     for kernel_id, (entry, operations) in entries.items():
         problems += [f"{kernel_id}: {each}" for each in problems_of(entry, operations, read.platforms)]
     if problems:
-        raise DescriptorError(name, list(dict.fromkeys(problems)))  # several operations may lack the same
+        problems = list(dict.fromkeys(problems))  # several operations may lack the same
+        raise DescriptorError(name, problems, ReasonCode.CAPABILITIES_SCHEMA_MISMATCH)
     return LoadedDescriptor(name, sha256(data), tuple(entries), read, entries)
 
 
@@ -225,7 +227,7 @@ class Descriptors:
             return self.check(path)
         except DescriptorError as error:  # the file's name alone does not say which setting to mend
             name = f"{CONFIGURATION.said_by('descriptors', path)}: {path}"
-            raise DescriptorError(name, error.problems) from error.__cause__
+            raise DescriptorError(name, error.problems, error.code) from error.__cause__
 
     def check(self, source: Source) -> LoadedDescriptor:
         """Read a descriptor that narrows kernels; nothing changes. Raises: DescriptorError with every problem."""

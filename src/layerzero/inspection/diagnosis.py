@@ -12,6 +12,7 @@ from enum import StrEnum
 import torch
 
 from layerzero.core import cpu_features, emulation
+from layerzero.core import limits as limit
 from layerzero.core.device import Device, cpu_of_this_machine
 from layerzero.core.kernel import Backend, within
 from layerzero.core.ledger import Suspect
@@ -220,8 +221,7 @@ def doctor(*, load: bool = False, asked_for: str | None = None) -> Diagnosis:
 
     Args:
         load: also load every usable library's kernels, so that a broken installation shows now and not in a call.
-        asked_for: also tell what each operation of a set has here: ``decoder``, ``encoder``, ``diffusion``,
-            ``embedding``.
+        asked_for: also tell what each operation of a set has here, such as ``decoder`` or ``serving``.
     Raises: ValueError for a word that names no set, with the nearest.
     """
     findings = () if asked_for is None else served(asked_for)
@@ -318,6 +318,7 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
     if not usable:
         more = "pip install layerzero[cpu]" if devices[-1].platform == "cpu" else "pip install flash-attn"
         yield f"only torch's own kernels are usable on {devices[-1].name}; `{more}` adds others"
+    yield from _unused_units(devices)
     yield from _whole_beside(devices[0])
     threads = torch.get_num_threads()
     if devices[-1].platform == "cpu" and threads > 1 and (advice := thread_advice(threads)):  # one is a choice
@@ -326,6 +327,17 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
         yield "what is learnt ends with the process: this system has no locks of files as POSIX has them"
     if not CONFIGURATION.policy.enabled:
         yield "LayerZero is disabled (enabled: false); only torch's own kernels run"
+
+
+def _unused_units(devices: Iterable[Device]) -> Iterator[str]:
+    """Say of Blackwell's large GPUs that no library is here whose kernels use what they alone have."""
+    uses = limit.instruction("tcgen05.mma")
+    for device in (each for each in devices if "tcgen05.mma" in each.instruction_sets):
+        made = {each.backend for each in REGISTRY.kernels() if uses in each.limits}
+        machine = probe.with_device(device)
+        if all(machine.state(each, device).reason is not None for each in made):
+            ways = " or ".join(filter(None, (machine.install(each, device) for each in made)))
+            yield f"torch alone has kernels for the tensor cores of {device.name} (tcgen05); `{ways}` adds some"
 
 
 def _whole_beside(cpu: Device) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from layerzero.core.arguments import Axis, Param, Role, told
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.operation import Case, Tolerance
-from layerzero.ops.declaration import function, operation, tensor, wide
+from layerzero.ops.declaration import function, operation, out_dtype_problems, tensor, wide
 from layerzero.ops.draw import Draw
 
 TOLERANCE = {
@@ -109,13 +109,6 @@ ALIBI = operation(
 )
 
 
-def _dtype_problems(arguments: dict[str, Any]) -> list[str]:
-    out_dtype = arguments["out_dtype"]
-    if not isinstance(out_dtype, torch.dtype) or out_dtype.is_floating_point:
-        return []
-    return [f"out_dtype: wanted a floating dtype, got {str(out_dtype).removeprefix('torch.')}"]
-
-
 def _spell_default(arguments: dict[str, Any]) -> None:
     if arguments["out_dtype"] == arguments["slopes"].dtype:
         arguments["out_dtype"] = None
@@ -139,7 +132,7 @@ FUNCTIONS = (
     function(
         *("alibi_bias", ALIBI),
         varies=("heads",),
-        values=_dtype_problems,
+        values=out_dtype_problems,
         canonical=_spell_default,
         draw=_draw,
         weight=1,

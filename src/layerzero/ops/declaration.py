@@ -296,6 +296,31 @@ def number_problems(name: str, tensor: object, ndim: int, shape: str) -> list[st
     return [f"{name}: wanted an int32 tensor {shape}, got {got}"]
 
 
+def eps_problems(arguments: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the number that a norm adds under its root; its type is the schema's business."""
+    eps = arguments["eps"]
+    if isinstance(eps, (int, float)) and not (math.isfinite(eps) and eps >= 0):
+        return [f"eps: wanted a finite number of at least 0, got {eps}"]
+    return []
+
+
+def out_dtype_problems(arguments: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the dtype of a result, where any floating one will do; its type is the schema's business."""
+    wanted = arguments.get("out_dtype")
+    if not isinstance(wanted, torch.dtype) or wanted in FLOATING:
+        return []
+    return [f"out_dtype: wanted a floating dtype, got {dtype_name(wanted)}"]
+
+
+def given_twice(arguments: Mapping[str, Any], *names: str) -> list[str]:
+    """Numbers that are given for all rows, and one for each row as well."""
+    return [
+        f"{name}: wanted a number or a tensor with one for each row, got both"
+        for name in names
+        if arguments.get(name) is not None and arguments.get(f"{name}_by_row") is not None
+    ]
+
+
 def overlaps(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors may touch the same memory: they lie in one storage and their ranges meet."""
     if torch.compiler.is_compiling():  # storages are not there yet

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import REQUIRED, Axis, Param, Role, TensorSchema
-from layerzero.core.dtypes import FLOATING
 from layerzero.core.judge import Exact
 from layerzero.core.operation import Operation
+from layerzero.ops import declaration
 from layerzero.ops.declaration import NDIM, ROUNDED_TWICE, cases, function, moved, operation, same_shape, tensor, wide
 from layerzero.ops.draw import Draw
 
@@ -174,21 +174,8 @@ CAST = _declared(
 )
 
 
-def _dtype_problems(arguments: dict[str, Any]) -> list[str]:
-    wanted = arguments.get("out_dtype")
-    if not isinstance(wanted, torch.dtype) or wanted in FLOATING:
-        return []
-    return [f"out_dtype: wanted a floating dtype, got {str(wanted).removeprefix('torch.')}"]
-
-
 def _axis_problems(arguments: dict[str, Any]) -> list[str]:
     return [] if arguments["input"].ndim else ["input: wanted at least one axis, got none"]
-
-
-def _scale_problems(arguments: dict[str, Any]) -> list[str]:
-    if arguments.get("scale") is None or arguments.get("scale_by_row") is None:
-        return []
-    return ["scale: wanted a number or a tensor with one for each row, got both"]
 
 
 def _residual_problems(arguments: dict[str, Any]) -> list[str]:
@@ -232,7 +219,7 @@ FUNCTIONS = (
         choose=lambda arguments: (
             ADD if arguments["scale"] is None and arguments["scale_by_row"] is None else SCALED_ADD
         ),
-        values=_scale_problems,
+        values=lambda arguments: declaration.given_twice(arguments, "scale"),
         fits=_residual_problems,
         draw=functools.partial(_drawn, "residual"),
         weight=1,
@@ -240,6 +227,11 @@ FUNCTIONS = (
     ),
     function("softmax", SOFTMAX, fits=_axis_problems, draw=functools.partial(_drawn, "temperature"), weight=1),
     function(
-        "cast", CAST, values=_dtype_problems, fits=_axis_problems, draw=functools.partial(_drawn, "out_dtype"), weight=1
+        "cast",
+        CAST,
+        values=declaration.out_dtype_problems,
+        fits=_axis_problems,
+        draw=functools.partial(_drawn, "out_dtype"),
+        weight=1,
     ),
 )

@@ -19,10 +19,12 @@ from layerzero.core.system.memory import FREE, mib
 from layerzero.engine import headroom
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.events import EVENTS
 from layerzero.engine.frozen_choices import Agreed, ranks_choose
 from layerzero.engine.proofs import capture_reasons
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.descriptors import DESCRIPTORS
+from layerzero.inspection.diagnosis import conflicts, other_cudas
 from layerzero.inspection.model_sets import OperationSupport, served
 from layerzero.serving.metrics import metrics
 from layerzero.tuning.storage.prior import problems as problems_of_tables
@@ -198,6 +200,26 @@ def health(_: Looked) -> Part:
     return _part("health", "no kernel rests, is suspected or banned", bad, "`layerzero doctor` tells why")
 
 
+def libraries(_: Looked) -> Part:
+    """Whether installed packages go together: none that harm each other, and one CUDA for all."""
+    found = [*conflicts(REGISTRY.backends()), *other_cudas()]
+    return _part(
+        "libraries",
+        "no packages that harm each other, and no second CUDA",
+        found,
+        "`layerzero doctor` lists all issues",
+    )
+
+
+def telemetry(_: Looked) -> Part:
+    """Whether listeners take the events that are meant for them."""
+    listeners = EVENTS.listeners()
+    lost = [f"{each.name} was too slow for {each.dropped} events" for each in listeners if each.dropped]
+    lost += [f"{each.name} raised {each.errors} times" for each in listeners if each.errors]
+    fine = f"listeners: {len(listeners)}" if listeners else "no listener; lz.metrics() counts without one"
+    return _part("telemetry", fine, lost, "look at what a listener waits for; the log has the first of each")
+
+
 def frozen(_: Looked) -> Part:
     """Whether every frozen choice is kept."""
     held = ENGINE.frozen
@@ -235,5 +257,7 @@ def sets(looked: Looked) -> Part:
 BEFORE: tuple[Callable[[Looked], Part], ...] = (settings, descriptors)
 """What every call needs; where one of them is not ready, no call can be looked at."""
 
-PARTS: tuple[Callable[[Looked], Part], ...] = (tables, memory, graphs, database, health, frozen, ranks, sets)
+PARTS: tuple[Callable[[Looked], Part], ...] = (
+    tables, memory, graphs, database, health, libraries, telemetry, frozen, ranks, sets,
+)  # fmt: skip
 """The others, in the order in which they are shown."""

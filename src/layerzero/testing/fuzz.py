@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -15,7 +15,6 @@ import torch
 
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.kernel import Kernel
-from layerzero.core.ledger import Ledger
 from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
@@ -222,7 +221,7 @@ def _run(
 ) -> FuzzReport:
     started = told = time.perf_counter()
     threads = torch.get_num_threads()
-    with warnings.catch_warnings(), all_threads(), _unnoted():  # put back whatever happens
+    with warnings.catch_warnings(), all_threads(), ENGINE.ledger.uncounted():  # put back whatever happens
         warnings.simplefilter("ignore", LayerZeroWarning)  # the reference runs often here, and says so
         for number in numbers:
             torch.set_num_threads(1 if number % _THREADS_EVERY else threads)
@@ -236,18 +235,6 @@ def _run(
             if report.calls % _FORGET_EVERY == 0:
                 ENGINE.bump()
     return report
-
-
-@contextmanager
-def _unnoted() -> Iterator[None]:
-    """Keep invented calls out of those that this machine made, which readiness, tune and doctor look at."""
-    ledger = ENGINE.ledger
-    noted = ledger.called
-    ledger.called = Ledger().called  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ledger.called = noted  # type: ignore[method-assign]
 
 
 class _Round:

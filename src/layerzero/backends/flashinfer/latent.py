@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.attention import FLASHINFER
-from layerzero.backends.flashinfer.modules import is_built
-from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, plannable, planned_for, workspace
+from layerzero.backends.flashinfer.modules import SHORT, is_built
+from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, buffers, plannable, planned_for, workspace
 from layerzero.backends.flashinfer.plan import Staging
-from layerzero.backends.flashinfer.varlen import ARCHITECTURES, buffers, pages_of
+from layerzero.backends.flashinfer.varlen import ARCHITECTURES, pages_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -91,12 +91,9 @@ def _load(facts: Facts, backend: str) -> Callable[..., Any]:
     return run
 
 
-_SHORT = {torch.float16: "f16", torch.bfloat16: "bf16"}
-
-
 def _built(facts: Facts, backend: str) -> bool:
     """Whether the module is there: one for each dtype, with the widths of the limits."""
-    short = _SHORT.get(facts.tensors["q_nope"].dtype)
+    short = SHORT.get(facts.tensors["q_nope"].dtype)
     suffix = "_sm90" if backend == "fa3" else ""
     dtypes = f"dtype_q_{short}_dtype_kv_{short}_dtype_o_{short}_dtype_idx_i32"
     widths = "head_dim_ckv_512_head_dim_kpe_64"

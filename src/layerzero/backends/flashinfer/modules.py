@@ -99,8 +99,13 @@ def _runs_on(arch: str, sm: tuple[int, int]) -> bool:
     return (major, minor) == sm if named[3] == "a" else major == sm[0] and minor <= sm[1]
 
 
-def is_built(module: str, facts: Facts) -> bool:
-    """Whether nothing is left to compile of a module: a package brought it, or an earlier process compiled it here."""
+def is_built(module: str | None, facts: Facts) -> bool:
+    """Whether nothing is left to compile of a module: a package brought it, or an earlier process compiled it here.
+
+    None stands for a dtype that no module is made for.
+    """
+    if module is None:
+        return False
     if is_shipped(module, facts):
         return True
     if os.environ.get("FLASHINFER_DISABLE_JIT"):  # it would load nothing that was compiled here
@@ -180,7 +185,7 @@ def _version() -> str | None:
         return None
 
 
-_SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+SHORT = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _SUFFIX = {"fa2": "_kv_stride_equal", "fa3": "_sm90"}
 
 
@@ -197,11 +202,11 @@ def _spelled(
     kind: str, dtypes: tuple[Any, Any], dims: tuple[int, int], *, windowed: bool, capped: bool, index: str = ""
 ) -> str | None:
     dtype, held = dtypes
-    if dtype not in _SHORT or held not in _SHORT:
+    if dtype not in SHORT or held not in SHORT:
         return None
-    short = _SHORT[dtype]
+    short = SHORT[dtype]
     return (
-        f"{kind}_with_kv_cache_dtype_q_{short}_dtype_kv_{_SHORT[held]}_dtype_o_{short}{index}_head_dim_qk_{dims[0]}"
+        f"{kind}_with_kv_cache_dtype_q_{short}_dtype_kv_{SHORT[held]}_dtype_o_{short}{index}_head_dim_qk_{dims[0]}"
         f"_head_dim_vo_{dims[1]}_posenc_{NO_POSITIONS}_use_swa_{windowed}_use_logits_cap_{capped}"
     )
 
@@ -236,40 +241,32 @@ def prebuilt(backend: str) -> Callable[[Facts], bool]:
         masked = facts["attn_mask"] != "none"
         alone = backend == "decode" or not planned(backend, facts)
         name = _for_one(backend, facts) if alone else _for_batches(backend, facts)
-        return name is not None and is_built(name, facts) and (not masked or is_built("quantization", facts))
+        return is_built(name, facts) and (not masked or is_built("quantization", facts))
 
     return check
 
 
 def batches_prebuilt(backend: str) -> Callable[[Facts], bool]:
     """Whether a call for batches of unlike lengths compiles nothing."""
-
-    def check(facts: Facts) -> bool:
-        name = _for_batches(backend, facts)
-        return name is not None and is_built(name, facts)
-
-    return check
+    return lambda facts: is_built(_for_batches(backend, facts), facts)
 
 
 def decode_prebuilt(tensor_cores: bool) -> Callable[[Facts], bool]:
     """Whether decoding over pages compiles nothing: tensor cores take the module for batches of several queries."""
-
-    def on_cuda_cores(facts: Facts) -> bool:
-        name = _named("batch_decode", facts, _INDEX)
-        return name is not None and is_built(name, facts)
-
-    return batches_prebuilt("fa2") if tensor_cores else on_cuda_cores
+    if tensor_cores:
+        return batches_prebuilt("fa2")
+    return lambda facts: is_built(_named("batch_decode", facts, _INDEX), facts)
 
 
 def pod_prebuilt(facts: Facts) -> bool:
     """Whether prefill on decode compiles nothing: its own module, and that of its plans."""
     dtype, held, _, head_dim, _, _, windowed, _ = compiled_for(facts)
-    if dtype not in _SHORT or held not in _SHORT:
+    if dtype not in SHORT or held not in SHORT:
         return False
-    short = _SHORT[dtype]
+    short = SHORT[dtype]
     halves = (f"posenc_{half}_{NO_POSITIONS}_use_swa_{half}_{windowed}_use_logits_cap_{half}_False" for half in "pd")
     name = (
-        f"batch_pod_with_kv_cache_dtype_q_{short}_dtype_kv_{_SHORT[held]}_dtype_o_{short}_head_dim_{head_dim}"
+        f"batch_pod_with_kv_cache_dtype_q_{short}_dtype_kv_{SHORT[held]}_dtype_o_{short}_head_dim_{head_dim}"
         f"_{'_'.join(halves)}{_INDEX}_f16qk_False"
     )
     return is_built(name, facts) and batches_prebuilt("fa2")(facts)
@@ -295,20 +292,12 @@ def blocks_prebuilt(tiles: Callable[[Facts], bool]) -> Callable[[Facts], bool]:
 
 def batches_key(backend: str) -> Callable[[Facts], Hashable]:
     """What must have been built for it: the module for batches, without one that packs masks."""
-
-    def key(facts: Facts) -> Hashable:
-        return backend, False, facts.device.sm, "none", compiled_for(facts)
-
-    return key
+    return lambda facts: (backend, False, facts.device.sm, "none", compiled_for(facts))
 
 
 def decode_key(tensor_cores: bool) -> Callable[[Facts], Hashable]:
     """What must have been built for decoding over pages; tensor cores take the module for batches."""
-
-    def on_cuda_cores(facts: Facts) -> Hashable:
-        return "decode", False, facts.device.sm, "none", compiled_for(facts)
-
-    return batches_key("fa2") if tensor_cores else on_cuda_cores
+    return batches_key("fa2" if tensor_cores else "decode")
 
 
 def build_key(backend: str) -> Callable[[Facts], Hashable]:

@@ -49,6 +49,14 @@ def workspace(device: torch.device, *, capturable: bool) -> Tensor:
     return _workspace(device, torch.cuda.current_stream(device).cuda_stream)
 
 
+def buffers(capturable: bool, device: torch.device, **sizes: int) -> dict[str, Any]:
+    """Buffers that a captured graph goes on reading; none where nothing is captured."""
+    if not capturable:
+        return {}
+    made = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
+    return {"use_cuda_graph": True, **made}
+
+
 class Planned:
     """One wrapper and its plan, for the values that a step has now."""
 
@@ -57,22 +65,20 @@ class Planned:
 
         table = step.block_tables
         device, batch = table.device, table.shape[0]
-        buffers: dict[str, Any] = {}
-        if step.capturable:
-            integers = functools.partial(torch.zeros, dtype=torch.int32, device=device)
-            buffers = {
-                "use_cuda_graph": True,
-                "paged_kv_indptr_buffer": integers(batch + 1),
-                "paged_kv_indices_buffer": integers(max(table.numel(), 1)),
-                "paged_kv_last_page_len_buffer": integers(batch),
-            }
+        fixed = buffers(
+            step.capturable,
+            device,
+            paged_kv_indptr_buffer=batch + 1,
+            paged_kv_indices_buffer=max(table.numel(), 1),
+            paged_kv_last_page_len_buffer=batch,
+        )
         self._arguments = arguments
         self._wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace(device, capturable=step.capturable),
             "NHD",
             use_tensor_cores=tensor_cores,
             backend="fa2" if tensor_cores else "auto",
-            **buffers,
+            **fixed,
         )
         self._staging, self.run = Staging(self._wrapper, device), self._wrapper.run
         self.update(step)

@@ -24,6 +24,7 @@ from layerzero.backends.flashinfer.paged import (
     SAME_STRIDES,
     WORKSPACE_BYTES,
     Planned,
+    buffers,
     plannable,
     planned_for,
     workspace,
@@ -57,14 +58,6 @@ def arguments_of(facts: Facts) -> dict[str, Any]:
         "q_data_type": dtype,
         "kv_data_type": dtype,
     }
-
-
-def buffers(capturable: bool, device: torch.device, **sizes: int) -> dict[str, Any]:
-    """Buffers that a captured graph goes on reading; none where nothing is captured."""
-    if not capturable:
-        return {}
-    made = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
-    return {"use_cuda_graph": True, **made}
 
 
 class _PlannedRagged:

@@ -92,6 +92,9 @@ def no_atomics(facts: Facts) -> bool:
     return facts.device.platform == "cpu"
 
 
+BY_ITSELF: dict[str, Any] = {"batch_invariant": True, "tp_invariant": True}
+"""Of kernels that compute each row by itself: neither other rows nor other ranks change its bits."""
+
 FLOATS = limit.dtype("float32", "float64", "float16", "bfloat16")
 
 UNLISTED = ("rocm", "xpu", "hpu", "mps")
@@ -121,7 +124,7 @@ def load_cpu_flash(facts: Facts, attend: Attend | None = None) -> Callable[..., 
         attn_mask: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        if attn_mask is None and key.shape[2] < 16:
+        if attn_mask is None and key.shape[2] < 16 and not _surely_finite(query, key, scale):
             causal, attn_mask = False, short_mask(query.shape[2], key.shape[2], dtype, causal=causal_here)
         elif recording and attn_mask is not None and loses_log_sums(attn_mask):
             grouped = query.shape[1] != key.shape[1]
@@ -129,11 +132,27 @@ def load_cpu_flash(facts: Facts, attend: Attend | None = None) -> Callable[..., 
         output, lse = operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)
         if not return_lse:
             return output
-        if attn_mask is not None:  # the kernel says 0 of a query that sees no key
-            lse = lse.masked_fill((attn_mask == -torch.inf).all(-1), -torch.inf)
-        return output, lse.float()
+        return output, lse_seen(lse, attn_mask)
 
     return by_group(flash, facts)
+
+
+def lse_seen(lse: Tensor, mask: Tensor | None) -> Tensor:
+    """The log-sum-exp of the CPU's kernel, which says 0 of a query that sees no key."""
+    if mask is not None:
+        lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+    return lse.float()
+
+
+def _surely_finite(query: Tensor, key: Tensor, scale: float | None) -> bool:
+    """Whether no score can be NaN or infinite, by the lengths of query and key; few queries are not worth the look.
+
+    4,096 queries of 8 numbers on 7 keys: 304 us, with a mask 479, the look 6 (EPYC Zen 4, 2 cores, 2026-11-29).
+    """
+    if query.numel() < 256 * query.shape[3]:
+        return False
+    lengths = [float(torch.linalg.vector_norm(tensor.detach())) for tensor in (query, key)]
+    return lengths[0] * lengths[1] * max(1.0, abs(scale or 0.0)) < 1e38  # Cauchy and Schwarz; NaN is not below
 
 
 @functools.lru_cache(maxsize=16)

@@ -16,39 +16,31 @@ long as the group: a capture finds it there. Launches of one group share it, so 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from layerzero.backends.norm_limits import BoundsSizes
 from layerzero.backends.torch.attention import FLOATS, TORCH, always, kernel
 from layerzero.core import limits as limit
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Operation
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.reuse_conditions import Condition, SizedCall, conditions
 from layerzero.ops.comm import declare
 from layerzero.ops.comm.ranks import DENSE, PEERS, Ranks, gathered, ranks_of, then_norm, tree_sum
 
 _ADDED = limit.dtype("float64", "float32", "float16", "bfloat16", "int64", "int32")
 _MOVED = limit.dtype("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8")
 
-OWN = Backend(
-    name="layerzero",
-    summary="Sums in a canonical order, made of torch's functions",
-    tested=TORCH.tested,
-    requires=TORCH.requires,
-    platforms=TORCH.platforms,
-    homepage=TORCH.homepage,
-    flags=TORCH.flags,
-)
+OWN = replace(TORCH, name="layerzero", summary="Sums in a canonical order, made of torch's functions")
 
 
 def tree_all_reduce(input: Tensor, *, group: Any = None) -> Tensor:
@@ -165,7 +157,7 @@ def two_shot(input: Tensor, *, group: Any = None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class InOneShot(limit.Limit):
+class InOneShot(BoundsSizes):
     """So few numbers that one shot is quicker than two, or than NCCL; on two ranks more, of float32 half as many."""
 
     def check(self, facts: Facts) -> limit.Findings:
@@ -184,11 +176,6 @@ class InOneShot(limit.Limit):
         return f"payload <= {ONE_SHOT_ELEMENTS}, of two ranks {ONE_SHOT_OF_TWO}, {ONE_SHOT_OF_TWO // 2} of float32"
 
 
-@conditions.register
-def _in_one_shot(limit: InOneShot, call: SizedCall) -> Iterable[Condition] | None:
-    return () if not limit.check(call.largest()) else None
-
-
 _OF_PEERS = (
     limit.platform("cuda"),
     limit.arch(min=(8, 0)),
@@ -199,14 +186,8 @@ _OF_PEERS = (
 ONE_SHOT = (*_OF_PEERS, limit.dim("payload", min=8, multiple=8), InOneShot())  # 16 bytes of bfloat16
 """Where :func:`one_shot` may run, and pays."""
 
+_THEN_NORM = then_norm(one_shot)
 _TWO_SHOT = (*_OF_PEERS, limit.dim("payload", min=TWO_SHOT_ELEMENTS[0], max=TWO_SHOT_ELEMENTS[1], multiple=8))
-
-
-def _symmetric(
-    name: str, operation: Operation, run: Callable[..., Any], limits: tuple[Limit, ...], **more: Any
-) -> Kernel:
-    return kernel(f"torch.symm_{name}", operation.name, always(run), *limits, **more)
-
 
 KERNELS = (
     *(
@@ -242,14 +223,12 @@ KERNELS = (
             (declare.ALL_REDUCE_ADD_RMS_NORM, then_norm(tree_all_reduce), ("eps", "group")),
         )
     ),
-    _symmetric("one_shot_all_reduce", declare.ALL_REDUCE, one_shot, ONE_SHOT, accepts=("group",), priority=62),
-    _symmetric("two_shot_all_reduce", declare.ALL_REDUCE, two_shot, _TWO_SHOT, accepts=("group",), priority=60),
-    _symmetric(
-        "all_reduce_add_rms_norm",
-        declare.ALL_REDUCE_ADD_RMS_NORM,
-        then_norm(one_shot),
-        ONE_SHOT,
-        accepts=("group", "eps"),
-        priority=60,
+    *(
+        kernel(f"torch.symm_{name}", operation.name, always(run), *limits, accepts=accepts, priority=priority)
+        for name, operation, run, limits, accepts, priority in (
+            ("one_shot_all_reduce", declare.ALL_REDUCE, one_shot, ONE_SHOT, ("group",), 62),
+            ("two_shot_all_reduce", declare.ALL_REDUCE, two_shot, _TWO_SHOT, ("group",), 60),
+            ("all_reduce_add_rms_norm", declare.ALL_REDUCE_ADD_RMS_NORM, _THEN_NORM, ONE_SHOT, ("group", "eps"), 60),
+        )
     ),
 )

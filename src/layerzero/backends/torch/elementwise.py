@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, always, kernel
+from layerzero.backends.torch.attention import BY_ITSELF, FLOATS, TORCH, always, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -263,8 +263,7 @@ KERNELS = (
             backend=TORCH,
             limits=(FLOATS,),
             load=_LOADS.get(name),
-            batch_invariant=True,
-            tp_invariant=True,
+            **BY_ITSELF,
             handles_negated=True,
             priority=40,
             stock=True,
@@ -288,8 +287,7 @@ KERNELS = (
             FLOATS,
             accepts=("scale", "padding_idx", *accepts),
             grad=True,
-            batch_invariant=True,
-            tp_invariant=True,
+            **BY_ITSELF,
             handles_negated=True,
             priority=priority,
             stock=name == "torch.embedding" and not ending,  # a shard takes several functions

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, POSITIVE_WITH_CAUSAL, cpu_attend, kernel, no_atomics
+from layerzero.backends.torch.attention import FLOATS, POSITIVE_WITH_CAUSAL, always, cpu_attend, kernel, no_atomics
 from layerzero.backends.torch.cuda_attention import aligned_rows, own_heads
 from layerzero.backends.torch.varlen import FLASH, Slice, attend_each, flash
 from layerzero.core import limits as limit
@@ -58,16 +58,13 @@ def _load_cpu(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_cuda(facts: Facts) -> Callable[..., Any]:
-    def run(query: Tensor, key: Tensor, value: Tensor, *, kv_lens: Tensor, **scores: Any) -> Any:
-        batch, (queries, keys) = len(query), (query.shape[1], key.shape[1])
-        rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-        tokens = (query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
-        lens = kv_lens.to(torch.int32).contiguous()  # one of expanded or sliced rows is refused
-        found = flash(*tokens, rows * queries, rows * keys, queries, keys, lens=lens, **scores)
-        return _by_sequence(found, batch)
-
-    return run
+def _read_to_lengths(query: Tensor, key: Tensor, value: Tensor, *, kv_lens: Tensor, **scores: Any) -> Any:
+    batch, (queries, keys) = len(query), (query.shape[1], key.shape[1])
+    rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    tokens = (query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
+    lens = kv_lens.to(torch.int32).contiguous()  # one of expanded or sliced rows is refused
+    found = flash(*tokens, rows * queries, rows * keys, queries, keys, lens=lens, **scores)
+    return _by_sequence(found, batch)
 
 
 _LENGTHS = limit.rule("kv_lens: the keys of each sequence", lambda facts: "kv_lens" in facts.tensors, got="none")
@@ -95,7 +92,7 @@ def _kernels(name: str, operations: tuple[str, ...], accepts: tuple[str, ...]) -
         kernel(
             f"torch.{name}_lengths",
             operations,
-            _load_cuda,
+            always(_read_to_lengths),
             *FLASH,
             _LENGTHS,
             limit.contiguous("query", "key", "value"),
@@ -140,14 +137,11 @@ def _load_rows(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _load_varlen(facts: Facts) -> Callable[..., Any]:
-    def run(query: Tensor, *rest: Tensor, block_rows: int, block_cols: int, **scores: Any) -> Any:
-        key, value, block_indptr, block_indices = rest
-        keys, values = (in_blocks(each, block_cols)[block_indices.long()].flatten(0, 1) for each in (key, value))
-        starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
-        return flash(query, keys, values, starts, block_indptr * block_cols, block_rows, max(len(key), 1), **scores)
-
-    return run
+def _as_sequences(query: Tensor, *rest: Tensor, block_rows: int, block_cols: int, **scores: Any) -> Any:
+    key, value, block_indptr, block_indices = rest
+    keys, values = (in_blocks(each, block_cols)[block_indices.long()].flatten(0, 1) for each in (key, value))
+    starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
+    return flash(query, keys, values, starts, block_indptr * block_cols, block_rows, max(len(key), 1), **scores)
 
 
 def _mask_bytes(facts: Facts) -> int:
@@ -219,7 +213,7 @@ KERNELS = (
     kernel(
         "torch.block_sparse_varlen",
         NAME,
-        _load_varlen,
+        always(_as_sequences),
         *FLASH,
         limit.last_stride_one("query", "key", "value"),
         limit.aligned(16, "query", "key", "value"),

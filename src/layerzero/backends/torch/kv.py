@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, always, kernel, no_atomics
+from layerzero.backends.torch.attention import BY_ITSELF, CPU_FLASH, FLOATS, always, kernel, no_atomics
 from layerzero.backends.torch.norm import FINITE
-from layerzero.backends.torch.paged import load_append, load_cuda, load_each, load_gather
-from layerzero.backends.torch.rope import load_split, rows_for, turning
+from layerzero.backends.torch.paged import flash_over_gathered, load_append, load_each, load_gather
+from layerzero.backends.torch.rope import load_rope, load_split
 from layerzero.backends.torch.varlen import EACH, FLASH
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
@@ -83,15 +83,7 @@ def _kernel(
     name: str, operation: str, load: Callable[[Facts], Callable[..., Any]], *, graph_safe: bool = True
 ) -> Kernel:
     return kernel(
-        f"torch.{name}",
-        operation,
-        load,
-        FLOATS,
-        layout="NHD",
-        batch_invariant=True,
-        tp_invariant=True,
-        graph_safe=graph_safe,
-        priority=20,
+        f"torch.{name}", operation, load, FLOATS, layout="NHD", **BY_ITSELF, graph_safe=graph_safe, priority=20
     )
 
 
@@ -103,14 +95,7 @@ def appending(facts: Facts) -> Append:
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    rows, turn = rows_for(facts), turning(facts)
-
-    def rotate(query: Tensor, key: Tensor, *of: Any) -> tuple[Tensor, Tensor]:
-        *places, interleaved = of
-        pair = rows(query, *places)
-        return turn(query, *pair, interleaved), turn(key, *pair, interleaved)
-
-    return rotate_then_append(rotate, appending(facts), in_place=False)
+    return rotate_then_append(load_rope(facts), appending(facts), in_place=False)
 
 
 def _over_gathered(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) -> Callable[..., Any]:
@@ -152,7 +137,9 @@ _COMMON: dict[str, Any] = {
     "workspace_bytes": _gathered_bytes,
 }
 _CODES = limit.last_stride_one("key_cache", "value_cache")
-_GATHER, _EACH, _VARLEN = (functools.partial(_over_gathered, load=load) for load in (load_gather, load_each, load_cuda))
+_GATHER, _EACH, _VARLEN = (
+    functools.partial(_over_gathered, load=load) for load in (load_gather, load_each, always(flash_over_gathered))
+)
 
 KERNELS = (
     _kernel("append_rows", "kv.append.contiguous", always(write_rows)),
@@ -169,8 +156,7 @@ KERNELS = (
         layout="NHD",
         accepts=("interleaved",),
         grad=True,
-        batch_invariant=True,
-        tp_invariant=True,
+        **BY_ITSELF,
         priority=20,
     ),
     kernel(
@@ -193,8 +179,7 @@ KERNELS = (
         layout="NHD",
         accepts=("q_weight", "k_weight", "interleaved", "eps", "plus_one"),
         grad=True,
-        batch_invariant=True,
-        tp_invariant=True,
+        **BY_ITSELF,
         priority=20,
     ),
     kernel(

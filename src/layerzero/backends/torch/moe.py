@@ -215,8 +215,7 @@ def _load_loop(facts: Facts, product: Callable[..., Tensor] | None = None) -> Ca
         start, parts = 0, []
         for number, end in enumerate(group_ends.tolist()):
             if end > start:
-                own = None if bias is None else bias[number]
-                parts.append(linear(input[start:end], weight[number], own))
+                parts.append(linear(input[start:end], weight[number], _bias(bias, number)))
                 start = end
         if start < input.shape[0]:
             parts.append(input.new_zeros(input.shape[0] - start, weight.shape[1]))

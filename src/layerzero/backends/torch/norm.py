@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.norm_limits import sum_then
-from layerzero.backends.torch.attention import FLOATS, kernel
+from layerzero.backends.torch.attention import FLOATS, always, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 
@@ -57,23 +57,6 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
     return run_fused
 
 
-def _load_layer_norm(facts: Facts) -> Callable[..., Any]:
-    """``torch.layer_norm``: the function around it reads a switch that the operator ignores, 0.7 of 4 us."""
-    layer_norm = torch.layer_norm
-
-    def run(
-        input: Tensor,
-        *,
-        normalized_shape: tuple[int, ...],
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        eps: float,
-    ) -> Tensor:
-        return layer_norm(input, normalized_shape, weight, bias, eps)
-
-    return run
-
-
 def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
     rms_norm = _load_rms_norm(facts)
 
@@ -108,7 +91,7 @@ KERNELS = (
     kernel(
         "torch.layer_norm",
         "norm.layer",
-        _load_layer_norm,
+        always(torch.layer_norm),  # the function around it reads a switch that the operator ignores, 0.7 of 4 us
         FLOATS,
         limit.dim("hidden", min=2),  # of one element it returns rounding noise
         accepts=("normalized_shape", "weight", "bias", "eps"),

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, cpu_attend, kernel, no_atomics, short_mask
+from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, always, cpu_attend, kernel, no_atomics, short_mask
 from layerzero.backends.torch.softcap import CAPPED, FITTING_CAP, load_softcap
 from layerzero.backends.torch.varlen import EACH, FLASH, LANES, Slice, attend_each, flash, longest_queries
 from layerzero.core import limits as limit
@@ -118,10 +118,10 @@ def _load_at_once(facts: Facts) -> Callable[..., Any]:
 
 
 def _gathered_bytes(facts: Facts) -> int:
-    """Keys and values of every sequence, gathered and then blanked."""
+    """Keys and values of every sequence."""
     tokens = facts.size("batch") * facts.size("context_bound")
     width = facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
-    return 2 * tokens * width * facts.tensors["query"].dtype.itemsize
+    return tokens * width * facts.tensors["query"].dtype.itemsize
 
 
 def load_append(facts: Facts) -> Callable[..., Any]:
@@ -224,31 +224,22 @@ def load_softcapped(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def load_cuda(facts: Facts) -> Callable[..., Any]:
+def flash_over_gathered(
+    query: Tensor,
+    *pages: Tensor,
+    causal: bool = True,
+    max_context_len: int | None = None,
+    max_seqlen_q: int | None = None,
+    **scores: Any,
+) -> Any:
     """All sequences in one call, over gathered pages."""
-
-    def run(
-        query: Tensor,
-        *pages: Tensor,
-        causal: bool = True,
-        max_context_len: int | None = None,
-        max_seqlen_q: int | None = None,
-        **scores: Any,
-    ) -> Any:
-        key_cache, value_cache, block_tables, context_lens, cu_seqlens_q = pages
-        keys, values = gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
-        batch, capacity = keys.shape[:2]
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * capacity
-        longest = longest_queries(max_seqlen_q, len(query), batch), capacity
-        tokens = query, keys.flatten(0, 1), values.flatten(0, 1)
-        return flash(*tokens, cu_seqlens_q, starts, *longest, causal=causal, lens=context_lens, **scores)
-
-    return run
-
-
-def _gathered_bytes_paged_tokens(facts: Facts) -> int:
-    width = facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
-    return facts.size("batch") * facts.size("context_bound") * width * facts.tensors["query"].dtype.itemsize
+    key_cache, value_cache, block_tables, context_lens, cu_seqlens_q = pages
+    keys, values = gathered(key_cache, value_cache, block_tables, context_lens, max_context_len)
+    batch, capacity = keys.shape[:2]
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * capacity
+    longest = longest_queries(max_seqlen_q, len(query), batch), capacity
+    tokens = query, keys.flatten(0, 1), values.flatten(0, 1)
+    return flash(*tokens, cu_seqlens_q, starts, *longest, causal=causal, lens=context_lens, **scores)
 
 
 KERNELS = (
@@ -260,7 +251,7 @@ KERNELS = (
         layout="NHD",
         accepts=("scale", "window", "max_context_len"),
         # torch's own dispatch obeys the caller's sdpa_kernel context; it has a kernel for this while math may run
-        workspace_bytes=_gathered_bytes,
+        workspace_bytes=lambda facts: 2 * _gathered_bytes(facts),  # they are blanked in new memory
         deterministic=no_atomics,
         priority=20,
     ),
@@ -308,7 +299,7 @@ KERNELS = (
     kernel(
         "torch.paged_varlen",
         mixed.ALL,
-        load_cuda,
+        always(flash_over_gathered),
         *FLASH,
         # gathering keeps the order of a cache's axes (seen with torch 2.11: "must have contiguous last dimension")
         limit.last_stride_one("query", "key_cache", "value_cache"),
@@ -316,7 +307,7 @@ KERNELS = (
         limit.contiguous("context_lens", "cu_seqlens_q"),
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "max_context_len", "max_seqlen_q"),
-        workspace_bytes=_gathered_bytes_paged_tokens,
+        workspace_bytes=_gathered_bytes,
         deterministic=False,
         priority=20,
     ),

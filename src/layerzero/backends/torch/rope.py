@@ -20,7 +20,8 @@ from layerzero.backends.torch.attention import FLOATS, kernel
 from layerzero.backends.torch.norm import FINITE
 from layerzero.core.facts import Facts
 from layerzero.ops.rope.declare import wide_dtype
-from layerzero.ops.rope.split import SPLIT_ACCEPTS, parts
+from layerzero.ops.rope.split import SPLIT_ACCEPTS
+from layerzero.ops.rope.stock import parts
 
 _PIECE = 2**18
 """Elements that a CPU rotates at once: what lies between is in its cache then, and not in new memory of the system. 1 x
@@ -45,11 +46,12 @@ def rows_for(facts: Facts, first: str = "query") -> Callable[..., tuple[Tensor, 
     return rows
 
 
-def _load(facts: Facts) -> Callable[..., Any]:
+def load_rope(facts: Facts) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What rotates queries and keys into new memory."""
     rows, turn = rows_for(facts), turning(facts)
 
     def run(
-        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool
+        query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, interleaved: bool = False
     ) -> tuple[Tensor, Tensor]:
         pair = rows(query, cos, sin, positions)
         return turn(query, *pair, interleaved), turn(key, *pair, interleaved)
@@ -248,7 +250,7 @@ KERNELS = (
             **_ALIKE,
         )
         for name, operation, load in (
-            ("torch.rope", "posenc.rope", _load),
+            ("torch.rope", "posenc.rope", load_rope),
             ("torch.rope_one", "posenc.rope.one", _load_one),
             ("torch.rope_inplace", "posenc.rope.inplace", _load_inplace),
         )

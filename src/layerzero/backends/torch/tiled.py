@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
+from layerzero.backends.torch.attention import BY_ITSELF, FLOATS, TORCH, kernel
 from layerzero.backends.torch.cpu_half import linear_for, many, widened
 from layerzero.backends.torch.linear import load_block, load_then, own
 from layerzero.core.facts import Facts
@@ -215,16 +215,9 @@ def _formulas(facts: Facts) -> Mapping[str, Callable[..., Tensor]]:
     return {name: functools.partial(by_vectors, each) for name, each in FUNCTIONS.items()}
 
 
-def _load_linear(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    return filling(facts, load_then(facts, make(facts), _formulas(facts)))
-
-
-def _load_block(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    return filling(facts, load_block(facts, make(facts), _formulas(facts)))
-
-
-def _load_three(facts: Facts, make: Callable[[Facts], Product]) -> Callable[..., Any]:
-    return filling(facts, load_three(facts, make(facts)))
+def _load(facts: Facts, load: Callable[..., Any], make: Callable[[Facts], Product]) -> Callable[..., Any]:
+    formulas = () if load is load_three else (_formulas(facts),)  # nothing follows three products
+    return filling(facts, load(facts, make(facts), *formulas))
 
 
 def _load_activation(facts: Facts, formula: Callable[..., Tensor], gated: bool) -> Callable[..., Any]:
@@ -241,11 +234,11 @@ def _load_activation(facts: Facts, formula: Callable[..., Tensor], gated: bool) 
 
 
 _KINDS: tuple[tuple[str, tuple[str, ...], Callable[..., Any], tuple[str, ...]], ...] = (
-    ("linear", ("mlp.linear",), _load_linear, ("bias", "activation", "out_dtype")),
-    ("mlp", packed_blocks.PLAIN, _load_block, ("activation", *packed_blocks.BIASES[:2])),
-    ("mlp.gated", packed_blocks.GATED, _load_block, ("activation", *packed_blocks.BIASES)),
-    ("qkv", ("mlp.qkv",), _load_three, BIASES),
-    ("qkv.joined", ("mlp.qkv.joined",), _load_three, ("kv_features", "q_bias")),
+    ("linear", ("mlp.linear",), load_then, ("bias", "activation", "out_dtype")),
+    ("mlp", packed_blocks.PLAIN, load_block, ("activation", *packed_blocks.BIASES[:2])),
+    ("mlp.gated", packed_blocks.GATED, load_block, ("activation", *packed_blocks.BIASES)),
+    ("qkv", ("mlp.qkv",), load_three, BIASES),
+    ("qkv.joined", ("mlp.qkv.joined",), load_three, ("kv_features", "q_bias")),
 )
 
 KERNELS = (
@@ -253,7 +246,7 @@ KERNELS = (
         kernel(
             f"torch.{name.partition('.')[0]}_{ending}{''.join(name.partition('.')[1:])}",
             operations,
-            functools.partial(load, make=make),
+            functools.partial(_load, load=load, make=make),
             FLOATS,
             accepts=accepts,
             grad=True,
@@ -276,9 +269,8 @@ KERNELS = (
             load=functools.partial(
                 _load_activation, formula=operations[0].expression or operations[0].reference, gated=len(operations) > 1
             ),
-            batch_invariant=True,
+            **BY_ITSELF,
             asked_for=True,
-            tp_invariant=True,
             handles_negated=True,
             priority=3,
         )

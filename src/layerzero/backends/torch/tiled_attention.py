@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from layerzero.backends.torch.attention import CPU_FLASH, FOLDED, SDPA_ARGUMENTS, cpu_attend, kernel
+from layerzero.backends.torch.attention import BY_ITSELF, CPU_FLASH, FOLDED, SDPA_ARGUMENTS, cpu_attend, kernel
 from layerzero.backends.torch.varlen import FLASH, load_cuda_ragged
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -219,9 +219,8 @@ KERNELS = (
             *CPU_FLASH,
             *((limit.one_of("attn_mask", "none", "float", foldable=True),) if "attn_mask" in accepts else ()),
             accepts=accepts,
-            batch_invariant=True,
+            **BY_ITSELF,
             asked_for=True,
-            tp_invariant=True,
             graph_safe=False,
             priority=3,
             **more,
@@ -239,9 +238,8 @@ KERNELS = (
             *(() if layout else (limit.contiguous("cu_seqlens_q", "cu_seqlens_k"),)),
             layout=layout,
             accepts=accepts,
-            batch_invariant=True,
+            **BY_ITSELF,
             asked_for=True,
-            tp_invariant=True,
             priority=3,
         )
         for name, operations, load, accepts, layout in _CUDA

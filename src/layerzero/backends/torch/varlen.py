@@ -25,6 +25,7 @@ from layerzero.backends.torch.attention import (
     blanked,
     gives_no_lse,
     kernel,
+    lse_seen,
     sdpa_operator,
     short_mask,
 )
@@ -109,10 +110,10 @@ def _attend(
         q = query.view(1, kv_heads, -1, width)  # heads of a group as so many queries: each key is read once for them
         mask = None if mask is None else mask.expand(*mask.shape[:-2], heads // kv_heads, keys)
         output, lse = operator(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-        return output.reshape(1, heads, -1), None if lse is None else _seen(lse, mask).reshape(heads, 1)
+        return output.reshape(1, heads, -1), None if lse is None else lse_seen(lse, mask).reshape(heads, 1)
     q = query.transpose(0, 1).unsqueeze(0)
     output, lse = operator(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    return output[0].transpose(0, 1), None if lse is None else _seen(lse, mask)[0]
+    return output[0].transpose(0, 1), None if lse is None else lse_seen(lse, mask)[0]
 
 
 def _function(
@@ -125,13 +126,6 @@ def _function(
         query, key, value, attn_mask, is_causal=causal, scale=scale, enable_gqa=grouped
     )
     return (output if attn_mask is None else blanked(output, attn_mask)), None
-
-
-def _seen(lse: Tensor, mask: Tensor | None) -> Tensor:
-    """The kernel says 0 of a query that sees no key."""
-    if mask is not None:
-        lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
-    return lse.float()
 
 
 def _load_ragged(facts: Facts, attend: Attend | None = None) -> Callable[..., Any]:

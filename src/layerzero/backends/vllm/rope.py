@@ -39,20 +39,12 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Limit
 from layerzero.ops.rope import split
+from layerzero.ops.rope.stock import parts
 from layerzero.ops.rope_append.packed_steps import rotate_then_append
 
-
-def _load(facts: Facts) -> Callable[..., Any]:
-    return split.rope(rotating(facts), in_place=False)
-
-
 _LIMITS = (limit.dtype("float32", "float16", "bfloat16"), TABLE_IN_FLOAT32, HEADS_DIVIDE)
-
-
 _TOKENS: tuple[Limit, ...] = (
-    limit.dtype("float32", "float16", "bfloat16"),
-    TABLE_IN_FLOAT32,
-    HEADS_DIVIDE,
+    *_LIMITS,
     limit.equal("value_dim", "head_dim"),
     HEADS_FOR_WARPS,
     limit.contiguous("value", "slot_mapping"),  # strides of a token's own axes are ignored in silence
@@ -115,7 +107,7 @@ def _load_fused_split(facts: Facts) -> Callable[..., Any]:
         joined = qkv.clone(memory_format=torch.contiguous_format)
         rows = joined.view(batch * seq, -1)
         operator(rows, heads, kv_heads, kv_heads, head_dim, eps, q_weight, k_weight, table, not interleaved, places)
-        return split.parts(joined, heads, kv_heads)
+        return parts(joined, heads, kv_heads)
 
     return run
 
@@ -149,7 +141,7 @@ KERNELS = (
     VLLM.kernel(
         "vllm.rope",
         "posenc.rope",
-        _load,
+        lambda facts: split.rope(rotating(facts), in_place=False),
         layout="BSHD",
         accepts=("positions", "interleaved"),
         limits=_LIMITS,  # it works on copies of its own

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis
-from layerzero.core.dtypes import INDEX
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Random, Routed
 from layerzero.ops.attention.declare import HEAD_DIMS
@@ -43,7 +42,8 @@ from layerzero.ops.paged.append import (
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.draw import quantize
 from layerzero.ops.paged.pages import nhd
-from layerzero.ops.rope_append.declare import write_rows
+from layerzero.ops.rope_append.declare import PLACES_IN_ROWS, places_in_rows, write_rows
+from layerzero.ops.rope_append.route import place_problems, varying_in_rows
 
 _HEADS = (KV_HEADS, *HEAD_DIMS)
 _PAGES = Axis("pages", live=True, works=False)
@@ -75,13 +75,6 @@ def _row(name: str, batch: int, seq: int, length: int, kv_heads: int, head_dim: 
     return Case(name, sizes | {"head_dim": head_dim, "value_dim": head_dim})
 
 
-def _positions(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
-    """The tokens of a sequence one after the other, from anywhere."""
-    batch, seq, length = (case.sizes[name] for name in ("batch", "seq", "length"))
-    first = torch.randint(0, max(length - seq, 0) + 1, (batch, 1), generator=generator)
-    return {"positions": (first + torch.arange(seq)).clamp(max=max(length - 1, 0)).to(device)}
-
-
 def _rows_sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
     """A decode step of one row and of several, a prefill; none where sizes are named."""
     for kv_heads, head_dim in ((8, 128), (2, 64)) if not narrow else ():
@@ -93,11 +86,7 @@ APPEND = writing(
     "kv.append.contiguous",
     "Write new keys and values into the rows of a contiguous cache",
     append_kv_,
-    inputs=(
-        *new_tokens("batch seq"),
-        *caches("batch length", mutated=True),
-        tensor("positions: ... seq", INDEX, same_dtype=False, indexes=("length",), distinct=True),
-    ),
+    inputs=(*new_tokens("batch seq"), *caches("batch length", mutated=True), PLACES_IN_ROWS),
     axes=(
         Axis("batch", scales=True, live=True, apart=True),
         Axis("seq", scales=True, live=True),
@@ -110,7 +99,7 @@ APPEND = writing(
         _row("llama3_8b_s512", 1, 512, 4096, 8, 128),
     ),
     note=layout_record.note,
-    examples=_positions,
+    examples=places_in_rows,
     work=functools.partial(moved, ("batch", "seq")),
     sweep=_rows_sweep,
     **EXACT,
@@ -240,7 +229,7 @@ def append_quantized_kv_(
     quantized.write(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
 
 
-APPEND_QUANTIZED = writing(
+_WRITES_CODES = writing(
     "kv.append.quantized",
     "Write new keys and values, divided by scales, into the slots of a cache of float8 or int8",
     append_quantized_kv_,
@@ -262,38 +251,24 @@ APPEND_QUANTIZED = writing(
     work=functools.partial(moved, ("tokens",)),
     sweep=slots_sweep("tokens", STEPS),
 )
+APPEND_QUANTIZED = replace(_WRITES_CODES, schema=replace(_WRITES_CODES.schema, codes=quantized.CODES))
 
 OPERATIONS = (APPEND, GATHER, COPY_BLOCKS, APPEND_QUANTIZED)
 
 
 def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    routed = check_moved("append_kv_", arguments, APPEND, 4, ())
-    key, positions, layout = arguments["key"], arguments["positions"], arguments["layout"]
-    (batch, seq), length = key.shape[:2], arguments["key_cache"].shape[1 + layout.index("N")]
-    problems = []
-    if tuple(positions.shape) not in ((seq,), (1, seq), (batch, seq)):
-        problems.append(
-            f"positions: wanted shape ({batch}, {seq}), (1, {seq}) or ({seq},), got {tuple(positions.shape)}"
-        )
-    if seq > length:
-        problems.append(f"key_cache: wanted a place for each of {seq} tokens, got {length}")
-    refuse("append_kv_", problems)
-    shared = positions.ndim == 1 or positions.shape[0] == 1  # else each sequence has its row, and their number stays
-    long_enough = (1 << int(seq).bit_length()) - 1 <= length
-    return replace(routed, varies=(*(("batch",) if shared else ()), *(("seq",) if long_enough else ())))
+    routed = check_moved("append_kv_", APPEND, 4, (), arguments, default_layout)
+    refuse("append_kv_", place_problems(arguments, arguments["key"], arguments["layout"]))
+    return replace(routed, varies=varying_in_rows(arguments, arguments["key"], arguments["layout"]))
 
 
-def _route_gather(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return check_moved("gather_paged_kv", arguments, GATHER, 0, ("tokens", "pages"))
-
-
-def _route_copy(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return check_moved("copy_kv_blocks_", arguments, COPY_BLOCKS, 0, ("copied_pages", "pages"))
+_route_gather = functools.partial(check_moved, "gather_paged_kv", GATHER, 0, ("tokens", "pages"))
+_route_copy = functools.partial(check_moved, "copy_kv_blocks_", COPY_BLOCKS, 0, ("copied_pages", "pages"))
 
 
 def _route_quantized(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     name = "append_quantized_kv_"
-    routed = check_moved(name, arguments, APPEND_QUANTIZED, 3, ("tokens",))
+    routed = check_moved(name, APPEND_QUANTIZED, 3, ("tokens",), arguments, default_layout)
     refuse(name, quantized.scale_problems(arguments, arguments["layout"]))
     return routed
 

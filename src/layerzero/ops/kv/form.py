@@ -56,10 +56,8 @@ class Plane:
     @property
     def bytes_of_token(self) -> int:
         """What one token takes."""
-        elements = 1
-        for axis, size in enumerate(self.inner, 1):
-            elements *= 1 if axis == self.token_axis else size
-        return elements * self.dtype.itemsize
+        others = [size for axis, size in enumerate(self.inner, 1) if axis != self.token_axis]
+        return math.prod(others) * self.dtype.itemsize
 
 
 def heads_planes(
@@ -172,14 +170,11 @@ def form_of(
         problems.append(f"scales: wanted {wanted}, got {told(scales)}")
     elif not narrow and scales is not None:
         problems.append(f"scales: wanted None for a cache of {dtype}, got {told(scales)}")
-    problems += [] if isinstance(captured, bool) else [f"captured: wanted True or False, got {told(captured)}"]
-    try:
-        where = torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError, ValueError):  # the last of an integer that no device has
-        problems.append(f"device: wanted one that torch knows, such as 'cuda:0', or None, got {told(device)}")
-    else:
-        problems += _absence_problems(where)
+    problems += _flag_problems({"captured": captured})
+    where = _device_of("cpu" if device is None else device, problems)
+    problems += [] if where is None else _absence_problems(where)
     refuse("KVCache", problems)
+    assert where is not None
     paged = pages is not None
     choice = kv_cache_strategy(
         where, strategy=strategy, max_sequences=max_sequences, captured=captured, paged=paged, layout=layout
@@ -221,6 +216,19 @@ def form_of(
                 raise InvalidCallError("KVCache", [problem])
             planes += scale_planes(page_size, kv_heads)
     return CacheForm(planes, layers, pages, page_size, "HND" if layout == "VLLM_CPU" else layout, where, choice)
+
+
+def _device_of(device: Any, problems: list[str]) -> torch.device | None:
+    """The device of such a name; None, and a problem more, where there is none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError):  # the last of an integer that no device has
+        problems.append(f"device: wanted one that torch knows, such as 'cuda:0', got {told(device)}")
+        return None
+
+
+def _flag_problems(flags: dict[str, bool]) -> list[str]:
+    return [f"{name}: wanted True or False, got {told(flag)}" for name, flag in flags.items() if type(flag) is not bool]
 
 
 def _absence_problems(device: torch.device) -> list[str]:
@@ -319,18 +327,23 @@ def kv_cache_strategy(
         layout: of the cache: rows that grow have their tokens first.
         cuda: CUDA of the driver, 12040 for 12.4; the one that is here if None.
     Raises: KVCacheError for a strategy that cannot be had, with DRIVER_VERSION_UNSUPPORTED or KV_STRATEGY_UNSUPPORTED;
-        InvalidCallError for what is no strategy, or no number of sequences.
+        InvalidCallError for what is no strategy, device, layout, flag or number.
     Source: vAttention, arXiv:2405.04437, for growing rows; PagedAttention, arXiv:2309.06180, for pages.
     """
-    refuse("kv_cache_strategy", [] if max_sequences is None else _size_problems({"max_sequences": max_sequences}))
-    where = torch.device(device)
+    problems = [] if max_sequences is None else _size_problems({"max_sequences": max_sequences})
+    problems += _flag_problems({"captured": captured, "paged": paged})
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        problems.append(f"layout: wanted {' or '.join(LAYOUTS)}, got {told(layout)}")
+    if cuda is not None and (type(cuda) is not int or cuda < 0):
+        problems.append(f"cuda: wanted a number such as 12040 for 12.4, or None for the driver's, got {told(cuda)}")
+    if strategy is not None and strategy not in list(KVCacheStrategy):
+        problems.append(f"strategy: wanted {', '.join(KVCacheStrategy)} or None, got {told(strategy)}")
+    where = _device_of(device, problems)
+    refuse("kv_cache_strategy", problems)
+    assert where is not None
     refused = _refused(where, layout, cuda)
     if strategy is not None:
-        try:
-            wanted = KVCacheStrategy(strategy)
-        except ValueError:
-            problem = f"strategy: wanted {', '.join(KVCacheStrategy)} or None, got {told(strategy)}"
-            raise InvalidCallError("kv_cache_strategy", [problem]) from None
+        wanted = KVCacheStrategy(strategy)
         if wanted in refused:
             reason = refused[wanted]
             raise KVCacheError(f"strategy={wanted.value!r}: {reason.message}", reason.code)
@@ -362,8 +375,7 @@ def _refused(device: torch.device, layout: str, cuda: int | None) -> dict[KVCach
         reason = Reason(unsupported, "the device of such a cache", "cpu or cuda", device.type, hint)
         found |= dict.fromkeys((KVCacheStrategy.VIRTUAL, KVCacheStrategy.UNIFIED), reason)
     if layout != "NHD":
-        reason = Reason(unsupported, "the layout of rows that grow", "NHD", layout, hint)
-        found[KVCacheStrategy.VIRTUAL] = reason
+        found[KVCacheStrategy.VIRTUAL] = Reason(unsupported, "the layout of rows that grow", "NHD", layout, hint)
     if layout in ("VLLM", "VLLM_CPU"):
         reason = Reason(unsupported, "the layout of rows", "NHD or HND", layout, "Take 'paged'")
         found |= dict.fromkeys((KVCacheStrategy.CONTIGUOUS, KVCacheStrategy.UNIFIED), reason)

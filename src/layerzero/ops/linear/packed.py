@@ -287,7 +287,7 @@ def belongs(name: str = "packed", source: str = "weight", *, dense: bool = False
         if got in kinds:
             return None
         hint = f"Pass {name}=layerzero.PackedWeight({made}), made once and kept as long as the weight"
-        return Reason(ReasonCode.CONSTRAINT_FAILED, name, f"the PackedWeight of {made}", got, hint)
+        return Reason(ReasonCode.PACKED_WEIGHTS_REQUIRED, name, f"the PackedWeight of {made}", got, hint)
 
     return limit.Custom(text, check)
 

@@ -24,8 +24,7 @@ _WIDE = (384, 1000, 1024, 2050)
 
 def leading(draw: Draw) -> tuple[int, ...]:
     """Leading axes: none, one, two or three, now and then an empty one."""
-    rows = tuple(draw.of((1, 2, 3, 5, 17, 33)) for _ in range(draw.of((0, 1, 2, 3), (1, 6, 3, 1))))
-    return (0, *rows) if draw.chance(0.02) else rows
+    return draw.leading((0, 1, 2, 3), (1, 6, 3, 1), (1, 2, 3, 5, 17, 33))
 
 
 def random_weight(draw: Draw, shape: tuple[int, int], dtype: torch.dtype, least: int = 1) -> Tensor:

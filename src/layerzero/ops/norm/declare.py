@@ -29,6 +29,7 @@ from layerzero.ops.declaration import (
     ROUNDED_TWICE,
     cases,
     check_dense,
+    eps_problems,
     moved,
     operation,
     overlaps,
@@ -326,19 +327,10 @@ ADD_RMS_INPLACE = _declared(
 )
 
 
-def _route_add_rms(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return _route_sum("add_residual_rms_norm_", ADD_RMS, arguments, ("residual",))
-
-
-def _route_add_rms_inplace(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return _route_sum("add_rms_norm_", ADD_RMS_INPLACE, arguments, ("input", "residual"), ("weight",))
-
-
-def _route_sum(
-    function: str, operation: Operation, arguments: dict[str, Any], written: tuple[str, ...], read: tuple[str, ...] = ()
-) -> Routed:
-    """Check a norm of ``residual += input`` that writes over some tensors, which share no memory with those read."""
+def _route_sum(function: str, operation: Operation, arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    """Check a norm of ``residual += input``: what it writes shares no memory with what it reads."""
     check_dense(function, arguments)
+    written, read = operation.schema.mutated, ("weight",) if operation is ADD_RMS_INPLACE else ()
     input_, residual = arguments["input"], arguments["residual"]
     if isinstance(input_, Tensor) and isinstance(residual, Tensor):
         problems = []
@@ -360,10 +352,7 @@ def _routed(
     casts: _Casts = MappingProxyType({}),
 ) -> Routed:
     """Check a call of any norm; its rows may be of any number."""
-    problems = operation.schema.validate(**arguments)
-    eps = arguments["eps"]
-    if isinstance(eps, (int, float)) and not (math.isfinite(eps) and eps >= 0):
-        problems.append(f"eps: wanted a finite number of at least 0, got {eps}")
+    problems = operation.schema.validate(**arguments) + eps_problems(arguments)
     if not problems and arguments["input"].ndim and arguments["input"].shape[-1] == 0:
         problems.append(f"input: wanted a last axis above 0, got shape {tuple(arguments['input'].shape)}")
     if problems:
@@ -378,10 +367,16 @@ FUNCTIONS = (
     Function(
         "add_residual_rms_norm_",
         add_residual_rms_norm_,
-        _route_add_rms,
+        functools.partial(_route_sum, "add_residual_rms_norm_", ADD_RMS),
         (ADD_RMS,),
         draw=draw.add_residual_rms_norm_,
         renamed={"add_rms_norm": "add_residual_rms_norm_"},
     ),
-    Function("add_rms_norm_", add_rms_norm_, _route_add_rms_inplace, (ADD_RMS_INPLACE,), draw=draw.add_rms_norm_),
+    Function(
+        "add_rms_norm_",
+        add_rms_norm_,
+        functools.partial(_route_sum, "add_rms_norm_", ADD_RMS_INPLACE),
+        (ADD_RMS_INPLACE,),
+        draw=draw.add_rms_norm_,
+    ),
 )

@@ -5,7 +5,6 @@ kv.append.paged   tokens into slots
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -170,14 +169,19 @@ APPEND_PAGED = writing(
         slots_case("prefill", ("tokens", 2048), 1024, 8, 128),
     ),
     note=layout_record.note,
-    work=functools.partial(moved, ("tokens",)),
+    work=partial(moved, ("tokens",)),
     sweep=slots_sweep("tokens", STEPS, ((8, 128), (16, 64))),
     **EXACT,
 )
 
 
 def check_moved(
-    name: str, arguments: dict[str, Any], operation: Operation, new: int, varies: tuple[str, ...]
+    name: str,
+    operation: Operation,
+    new: int,
+    varies: tuple[str, ...],
+    arguments: dict[str, Any],
+    default_layout: str | None,
 ) -> Routed:
     """What moves tokens of caches asks: tensors of the right ranks, one layout, sizes that fit, writable memory."""
     check_dense(name, arguments)
@@ -194,14 +198,10 @@ def check_moved(
     return Routed(operation, canonical, layout, varies=varies)
 
 
-def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return check_moved("append_paged_kv_", arguments, APPEND_PAGED, 3, ("tokens", "pages"))
-
-
 APPEND_PAGED_KV = Function(
     name="append_paged_kv_",
     signature=append_paged_kv_,
-    route=_route,
+    route=partial(check_moved, "append_paged_kv_", APPEND_PAGED, 3, ("tokens", "pages")),
     operations=(APPEND_PAGED,),
     draw=draw.append_paged_kv_,
     weight=1,

@@ -25,7 +25,6 @@ from layerzero.core.facts import Facts
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Operation, Random, Tolerance, Work
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check, Say, problems_on_host
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.paged import layout_record, mixed
@@ -67,6 +66,13 @@ def of_heads(scale: Tensor, kv_heads: int) -> Tensor:
 def by_key_head(tokens: Tensor, kv_heads: int) -> Tensor:
     """Tokens (T, H, D) as a view (T, K, H / K, D): heads next to the others that read the same keys."""
     return tokens.view(len(tokens), kv_heads, tokens.shape[1] // kv_heads, tokens.shape[2])
+
+
+def has_codes(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call is one over codes: its cache holds some, or it brings scales."""
+    cache = arguments["key_cache"]
+    of_codes = isinstance(cache, Tensor) and cache.dtype in QUANTIZED
+    return of_codes or arguments["key_scale"] is not None or arguments["value_scale"] is not None
 
 
 def scale_problems(arguments: Mapping[str, Any], layout: str) -> list[str]:
@@ -118,6 +124,9 @@ def _reference(attend: Callable[..., Any], tensors: int) -> Callable[..., Any]:
 
 DERIVED = ("cache_dtype", "scale_axes")
 """Facts of any call over such a cache, which :func:`derive` tells."""
+
+CODES = (("cache_dtype", ReasonCode.KV_CACHE_DTYPE_MISMATCH),)
+"""What a kernel that does not read such a cache is refused with."""
 
 
 def derive(arguments: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, object]:
@@ -249,13 +258,8 @@ def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int
     allowed = Case("narrow_query", {**small.sizes, **sizes}, {**small.params, NARROW_QUERY.name: True})
     return replace(
         like,
-        schema=OperationSchema(
-            operation=name,
-            inputs=(*inputs, *SCALES),
-            outputs=schema.outputs,
-            params=(*schema.params, NARROW_QUERY),
-            axes=schema.axes,
-            layouts=schema.layouts,
+        schema=replace(
+            schema, operation=name, inputs=(*inputs, *SCALES), params=(*schema.params, NARROW_QUERY), codes=CODES
         ),
         summary=summary,
         reference=_reference(like.reference, len(inputs) - 3),

@@ -163,13 +163,6 @@ def _problems_of_one(arguments: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _has_codes(arguments: dict[str, Any]) -> bool:
-    cache = arguments["key_cache"]
-    has_scales = arguments["key_scale"] is not None or arguments["value_scale"] is not None
-    of_codes = isinstance(cache, Tensor) and cache.dtype in quantized.QUANTIZED
-    return has_scales or of_codes or arguments["narrow_query"] is not False
-
-
 def _of_codes_alone(arguments: dict[str, Any]) -> list[str]:
     """What was given as for a cache of codes, with one of floating numbers."""
     dtype = arguments["key_cache"].dtype
@@ -263,7 +256,8 @@ def _query_problems(arguments: dict[str, Any]) -> list[str]:
 
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(NAME, arguments)
-    layout, coded, one = arguments["layout"], _has_codes(arguments), arguments["cu_seqlens_q"] is None
+    layout, one = arguments["layout"], arguments["cu_seqlens_q"] is None
+    coded = quantized.has_codes(arguments) or arguments["narrow_query"] is not False
     problems = _problems_of_one(arguments) if one else []
     problems += _query_problems(arguments) + cache_problems(arguments)
     if coded:

@@ -22,7 +22,7 @@ _BLOCKS = (1, 2, 3, 5, 8)
 def random_quantize(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.quantize``."""
     of: Format = FORMATS[draw.of(tuple(FORMATS))]
-    lead = _leading(draw)
+    lead = draw.leading((0, 1, 2), (2, 6, 2))
     size = of.block or draw.of((1, 2, 4, 16, 33))
     width = size * draw.of(_BLOCKS)
     spread = draw.of((1e-6, 1e-2, 1.0, 30.0, 1e3))
@@ -61,11 +61,6 @@ def random_dequantize(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         back["tensor_scale"] = arguments["tensor_scale"]
     back |= draw.maybe(0.7, out_dtype=lambda: draw.of((torch.float32, torch.bfloat16, torch.float16, torch.float64)))
     return back
-
-
-def _leading(draw: Draw) -> tuple[int, ...]:
-    rows = tuple(draw.of((1, 2, 3, 5, 17)) for _ in range(draw.of((0, 1, 2), (2, 6, 2))))
-    return (0, *rows) if draw.chance(0.02) else rows
 
 
 def quantize(

@@ -189,8 +189,8 @@ OF_TABLE: Mapping[str, tuple[str, ...]] = {
 
 
 def work(facts: Mapping[str, Any]) -> Work:
-    """Six operations a pair; queries and keys read and written, two rows of the table for each token."""
-    tokens, heads = facts["batch"] * facts["seq"], facts["heads"] + facts["kv_heads"]
+    """Six operations a pair; queries and any keys read and written, two rows of the table for each token."""
+    tokens, heads = facts["batch"] * facts["seq"], facts["heads"] + facts.get("kv_heads", 0)
     moved = 2.0 * tokens * heads * facts["head_dim"] * facts["dtype"].itemsize
     return Work(6.0 * tokens * heads * facts["rotary_half"], moved + 4.0 * tokens * facts["rotary_dim"])
 

@@ -7,7 +7,6 @@ Rotary positions of one tensor: posenc.rope.one, for keys that are rotated apart
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Function, Random, Routed, Tolerance, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.attention.layout import both_fit
-from layerzero.ops.declaration import check_dense, operation, tensor
+from layerzero.ops.declaration import check_dense, eps_problems, operation, tensor
 from layerzero.ops.rope import declare, draw, stock
 from layerzero.ops.rope.declare import (
     AXES,
@@ -153,14 +152,6 @@ def both_weights(arguments: Mapping[str, Any]) -> list[str]:
     return [f"wanted both q_weight and k_weight or none of them, got {given[0]} alone"] if len(given) == 1 else []
 
 
-def norm_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """List what is wrong with the numbers of a norm; types are the schema's business."""
-    eps = arguments["eps"]
-    if isinstance(eps, (int, float)) and not (math.isfinite(eps) and eps >= 0):
-        return [f"eps: wanted a finite number of at least 0, got {eps}"]
-    return []
-
-
 QK_NORM_ROPE = operation(
     "posenc.qk_norm_rope",
     "Root mean square norm of each head of queries and keys, then rotary positions",
@@ -226,7 +217,7 @@ def qk_norm_rope(
 
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     found = routed("qk_norm_rope", QK_NORM_ROPE, arguments, default_layout)
-    refuse("qk_norm_rope", norm_problems(arguments))
+    refuse("qk_norm_rope", eps_problems(arguments))
     return found
 
 
@@ -241,13 +232,6 @@ def rope_one_reference(
     wide = wide_dtype(input, cos, sin)
     rows = [each.to(wide) for each in stock.rows_of(cos, sin, positions, input.shape[-3])]
     return rotated(input, *rows, interleaved=interleaved, wide=wide)
-
-
-def _work_of_one(facts: Mapping[str, Any]) -> Work:
-    """Six operations a pair; read and written once, two rows of the table for each token."""
-    tokens = facts["batch"] * facts["seq"]
-    moved = 2.0 * tokens * facts["heads"] * facts["head_dim"] * facts["dtype"].itemsize
-    return Work(6.0 * tokens * facts["heads"] * facts["rotary_half"], moved + 4.0 * tokens * facts["rotary_dim"])
 
 
 def _complete_one(sizes: Mapping[str, int]) -> Mapping[str, int]:
@@ -292,7 +276,7 @@ ROPE_ONE = operation(
     derived_from=OF_TABLE,
     examples=_examples_of_one,
     complete=_complete_one,
-    work=_work_of_one,
+    work=work,
     sweep=lambda device, narrow: _alone(sweep(device, narrow)),
     stock=stock.rope_one,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,10 +100,6 @@ def rope_(
         in memory, or that shares elements with the other or with the table.
     """
     raise AssertionError("the signature only; the engine makes the callable")
-
-
-def _route_rope(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    return routed("rope", ROPE, arguments, default_layout)
 
 
 def _route_rope_(arguments: dict[str, Any], default_layout: str | None) -> Routed:
@@ -244,7 +241,7 @@ def apart(left: Tensor, right: Tensor) -> bool:
             return False
 
 
-ROPE_FUNCTION = Function("rope", rope, _route_rope, (ROPE,), draw=draw.rope)
+ROPE_FUNCTION = Function("rope", rope, functools.partial(routed, "rope", ROPE), (ROPE,), draw=draw.rope)
 ROPE_IN_PLACE = Function(
     name="rope_",
     signature=rope_,

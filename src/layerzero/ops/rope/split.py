@@ -16,7 +16,7 @@ from layerzero.core.arguments import Axis, Param, told
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Random, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
-from layerzero.ops.declaration import check_dense, operation, tensor
+from layerzero.ops.declaration import check_dense, eps_problems, operation, tensor
 from layerzero.ops.rope import draw, stock
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, OF_TABLE, POSITIONS, cos_sin, of_table, rotated, wide_dtype
 from layerzero.ops.rope.normed import (
@@ -27,17 +27,10 @@ from layerzero.ops.rope.normed import (
     both_weights,
     judged_by_pairs,
     norm_examples,
-    norm_problems,
     normed,
 )
 from layerzero.ops.rope.route import size_problems, varying
-
-
-def parts(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as views (..., S, H, D) of a joined product (..., S, (H + 2 K) * D)."""
-    count = heads + 2 * kv_heads
-    each = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
-    return (each.narrow(-2, 0, heads), each.narrow(-2, heads, kv_heads), each.narrow(-2, heads + kv_heads, kv_heads))
+from layerzero.ops.rope.stock import parts
 
 
 def split_qkv_norm_rope_reference(
@@ -211,7 +204,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     refuse(_NAME, problems)
     query, key, _ = parts(*(arguments[name] for name in ("qkv", "heads", "kv_heads")))
     views = {"query": query, "key": key, **{name: arguments[name] for name in ("cos", "sin", "positions")}}
-    problems = size_problems(views, "BSHD") + norm_problems(arguments)
+    problems = size_problems(views, "BSHD") + eps_problems(arguments)
     weight, width = arguments["q_weight"], query.shape[-1]
     if weight is not None and weight.shape[0] != width:
         problems.append(f"q_weight: wanted head_dim {width}, of which qkv has as many heads, got {weight.shape[0]}")

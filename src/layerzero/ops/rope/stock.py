@@ -18,6 +18,13 @@ def rows_of(cos: Tensor, sin: Tensor, positions: Tensor | None, seq: int) -> tup
     return cos[places].unsqueeze(-2), sin[places].unsqueeze(-2)
 
 
+def parts(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as views (..., S, H, D) of a joined product (..., S, (H + 2 K) * D)."""
+    count = heads + 2 * kv_heads
+    each = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
+    return (each.narrow(-2, 0, heads), each.narrow(-2, heads, kv_heads), each.narrow(-2, heads + kv_heads, kv_heads))
+
+
 def rope(query: Tensor, key: Tensor, *table: Any, **given: Any) -> Callable[[], tuple[Tensor, Tensor]]:
     """``x * cos + rotate_half(x) * sin`` in the dtype of the query, on cosines and sines of full width."""
     turn = _turning(query, *table, **given)
@@ -104,9 +111,7 @@ def split_qkv_norm_rope(
     **given: Any,
 ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
     """Views of the product, the norms, the rotation; the values stay a view."""
-    count = heads + 2 * kv_heads
-    joined = qkv.view(*qkv.shape[:-1], count, qkv.shape[-1] // count)
-    query, key, value = torch.split(joined, [heads, kv_heads, kv_heads], -2)
+    query, key, value = parts(qkv, heads, kv_heads)
     turn = _turning(query, *table, **given)
 
     def run() -> tuple[Tensor, Tensor, Tensor]:

@@ -23,12 +23,11 @@ from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import INDEX, dtype_name
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Random, Tolerance, Work
-from layerzero.core.schema import OperationSchema
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged import quantized as codes
-from layerzero.ops.paged.append import append_paged_kv_
+from layerzero.ops.paged.append import append_paged_kv_, caches, new_tokens, slots
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
 from layerzero.ops.paged.route import CACHES
@@ -138,12 +137,16 @@ def _table(case: Case, device: torch.device) -> dict[str, Tensor]:
     return dict(zip(("cos", "sin"), cos_sin(case.sizes["table"], case.sizes["rotary_half"], device), strict=True))
 
 
-def contiguous_examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
-    """Real angles; the tokens of a sequence one after the other, from anywhere."""
+def places_in_rows(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
+    """The tokens of a sequence one after the other, from anywhere."""
     batch, seq, length = (case.sizes[name] for name in ("batch", "seq", "length"))
     first = torch.randint(0, max(length - seq, 0) + 1, (batch, 1), generator=generator)
-    places = first + torch.arange(seq)
-    return {**_table(case, device), "positions": places.clamp(max=max(length - 1, 0)).to(device)}
+    return {"positions": (first + torch.arange(seq)).clamp(max=max(length - 1, 0)).to(device)}
+
+
+def contiguous_examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
+    """Real angles, and places in rows."""
+    return {**_table(case, device), **places_in_rows(case, dtype, device, generator)}
 
 
 def paged_examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
@@ -173,17 +176,7 @@ def paged_sweep(device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Ca
 
 
 EXACT = Elementwise(dict.fromkeys(TOLERANCE, Tolerance(0.0, 0.0)), "values are only moved")
-PAGED_PLACES = (
-    tensor("positions: tokens", INDEX, same_dtype=False, indexes=("table",)),
-    tensor(
-        "slot_mapping: tokens",
-        frozenset({torch.int64}),
-        same_dtype=False,
-        indexes=("pages", "page_size"),
-        holes=True,
-        distinct=True,
-    ),
-)
+PAGED_PLACES = (tensor("positions: tokens", INDEX, same_dtype=False, indexes=("table",)), slots(distinct=True))
 """Of a paged cache: the row of the table for each token, and its slot."""
 
 _HEADS = (
@@ -194,12 +187,16 @@ _HEADS = (
 )
 
 
-def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+def of_table(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+    """Facts of the rotation."""
     return {
         "rotary_dim": 2 * values["rotary_half"],
         "table_dtype": dtype_name(arguments["cos"].dtype),
         "position_dtype": dtype_name(arguments["positions"].dtype),
     }
+
+
+OF_TABLE: Mapping[str, tuple[str, ...]] = {"rotary_dim": ("rotary_half",), "table_dtype": (), "position_dtype": ()}
 
 
 def _work(tokens: Sequence[str], facts: Mapping[str, Any]) -> Work:
@@ -211,16 +208,7 @@ def _work(tokens: Sequence[str], facts: Mapping[str, Any]) -> Work:
 
 
 def _inputs(token: str, cache: str, *places: TensorSchema) -> tuple[TensorSchema | str, ...]:
-    kept: dict[str, Any] = {"mutated": True, "has_layout": True, "resident": True}
-    return (
-        f"query: {token} heads head_dim",
-        f"key: {token} kv_heads head_dim",
-        f"value: {token} kv_heads value_dim",
-        *COS_SIN,
-        tensor(f"key_cache: {cache} kv_heads head_dim", **kept),
-        tensor(f"value_cache: {cache} kv_heads value_dim", **kept),
-        *places,
-    )
+    return (f"query: {token} heads head_dim", *new_tokens(token), *COS_SIN, *caches(cache, mutated=True), *places)
 
 
 _COMMON: dict[str, Any] = {
@@ -229,21 +217,21 @@ _COMMON: dict[str, Any] = {
     "tolerance": TOLERANCE,
     "tolerance_reason": TOLERANCE_REASON,
     "judge": {"value_cache": EXACT},
-    "derive": _derive,
-    "derived_from": {"rotary_dim": ("rotary_half",), "table_dtype": (), "position_dtype": ()},
+    "derive": of_table,
+    "derived_from": OF_TABLE,
     "check_values": layout_record.checks,
     "guard": layout_record.guard,
     "note": layout_record.note,
     "stock": packed_steps.rope_append,
 }
-SLOTS = tensor("positions: ... seq", INDEX, same_dtype=False, indexes=("length",), distinct=True)
+PLACES_IN_ROWS = tensor("positions: ... seq", INDEX, same_dtype=False, indexes=("length",), distinct=True)
 """Of a contiguous cache: the row of each token, and its place."""
 
 ROPE_APPEND = operation(
     "kv.rope_append",
     "Rotary positions of queries and keys, keys and values written into a contiguous cache",
     rope_append_reference,
-    inputs=_inputs("batch seq", "batch length", SLOTS),
+    inputs=_inputs("batch seq", "batch length", PLACES_IN_ROWS),
     outputs=("query_out: batch seq heads head_dim",),
     axes=(
         Axis("batch", scales=True, live=True, beside=True, apart=True),
@@ -270,9 +258,6 @@ ROPE_APPEND_PAGED = operation(
     sweep=paged_sweep,
     **_COMMON,
 )
-
-
-_OF_FLOATS = ROPE_APPEND_PAGED.schema
 
 
 def rope_append_quantized_reference(
@@ -307,11 +292,6 @@ def _fake(query: Tensor, *_: object, **__: object) -> Tensor:
     return query.new_empty(query.shape)
 
 
-def _quantized_derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
-    assert ROPE_APPEND_PAGED.derive is not None
-    return {**ROPE_APPEND_PAGED.derive(arguments, values), **codes.derive(arguments, values)}
-
-
 def _quantized_work(facts: Mapping[str, Any]) -> Work:
     """Queries read and written, keys and values read, a byte written for each number of them, two rows of the table."""
     tokens, heads, kv_heads = facts["tokens"], facts["heads"], facts["kv_heads"]
@@ -322,25 +302,23 @@ def _quantized_work(facts: Mapping[str, Any]) -> Work:
 
 ROPE_APPEND_QUANTIZED = replace(
     ROPE_APPEND_PAGED,
-    schema=OperationSchema(
+    schema=replace(
+        ROPE_APPEND_PAGED.schema,
         operation="kv.rope_append.quantized",
         inputs=(
             *(
                 replace(each, dtype_constraint=QUANTIZED, same_dtype=False) if each.name in CACHES else each
-                for each in _OF_FLOATS.inputs
+                for each in ROPE_APPEND_PAGED.schema.inputs
             ),
             *SCALES,
         ),
-        outputs=_OF_FLOATS.outputs,
-        params=_OF_FLOATS.params,
-        axes=_OF_FLOATS.axes,
-        layouts=_OF_FLOATS.layouts,
+        codes=codes.CODES,
     ),
     summary="Rotary positions of queries and keys, keys and values written into a cache of float8 or int8",
     reference=rope_append_quantized_reference,
     fake=_fake,
     judge=dict.fromkeys(CACHES, codes.ONE_STEP),
-    derive=_quantized_derive,
+    derive=lambda arguments, values: {**of_table(arguments, values), **codes.derive(arguments, values)},
     derived=(*ROPE_APPEND_PAGED.derived, *codes.DERIVED),
     derived_from={**ROPE_APPEND_PAGED.derived_from, **dict.fromkeys(codes.DERIVED, ())},
     check_values=codes.check_values,

@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import told
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Routed
 from layerzero.ops.declaration import check_dense, shape_problems
 from layerzero.ops.draw import Draw
-from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.draw import quantize
-from layerzero.ops.paged.quantized import QUANTIZED, scale_problems
-from layerzero.ops.paged.route import CACHES, memory_problems
+from layerzero.ops.paged.quantized import has_codes, scale_problems
+from layerzero.ops.paged.route import CACHES, cache_problems, check_written, memory_problems
 from layerzero.ops.rope.draw import draw_table, norm_weights
 from layerzero.ops.rope.route import table_problems
 from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED, ROPE_APPEND_QUANTIZED
@@ -159,19 +157,17 @@ def rope_append_(
 
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(_NAME, arguments)
-    paged, narrow = arguments["slot_mapping"] is not None, _is_quantized(arguments)
+    paged, narrow = arguments["slot_mapping"] is not None, has_codes(arguments)
     operation = ROPE_APPEND_QUANTIZED if narrow else ROPE_APPEND_PAGED if paged else ROPE_APPEND
     flat, tokens = paged or narrow, ("query", "key", "value")
     wanted = "(tokens, heads, head dim)" if flat else "(batch, sequence, heads, head dim) without slot_mapping"
     problems = rank_problems(arguments, tokens, 3 if flat else 4, wanted)
     layout = arguments["layout"]
-    if not isinstance(layout, str) or layout not in CACHE_LAYOUTS:
-        problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
     if narrow and not problems:
         problems = scale_problems(arguments, layout)
         problems += [] if paged else ["slot_mapping: wanted a tensor with a cache of float8 or int8, got None"]
     refuse(_NAME, problems)
-    layout_record.check(_NAME, {each: arguments[each] for each in CACHES}, layout)
+    check_written(_NAME, arguments)
     left_out = ("layout", *(() if paged else ("slot_mapping",)), *(() if narrow else _SCALES))
     canonical = {name: value for name, value in arguments.items() if name not in left_out}
     problems = operation.schema.validate(layout=layout, **canonical)
@@ -183,21 +179,15 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     return Routed(operation, canonical, layout, varies=varies)
 
 
-def _is_quantized(arguments: dict[str, Any]) -> bool:
-    cache = arguments["key_cache"]
-    of_codes = isinstance(cache, Tensor) and cache.dtype in QUANTIZED
-    return of_codes or any(arguments[name] is not None for name in _SCALES)
-
-
 def rank_problems(arguments: dict[str, Any], tokens: tuple[str, ...], ndim: int, wanted: str) -> list[str]:
-    """What is wrong with the numbers of axes, by which everything else is read."""
-    problems = shape_problems(arguments, tokens, ndim, wanted) + shape_problems(arguments, CACHES, 4)
+    """What is wrong with the numbers of axes and the layout, by which everything else is read."""
+    problems = shape_problems(arguments, tokens, ndim, wanted) + cache_problems(arguments)
     return problems + shape_problems(arguments, ("cos", "sin", "positions"))
 
 
 def size_problems(arguments: dict[str, Any], layout: str) -> list[str]:
     """What the schema cannot say: the table's width and length, the shape of positions."""
-    query, key, cos, sin, positions = (arguments[name] for name in ("query", "key", "cos", "sin", "positions"))
+    query, key, cos, sin = (arguments[name] for name in ("query", "key", "cos", "sin"))
     problems = table_problems(cos, sin, query.shape[-1], interleaved=bool(arguments["interleaved"]))
     if 0 in (query.shape[-2], key.shape[-2], arguments["value"].shape[-1]):
         shapes = ", ".join(f"{name} {tuple(arguments[name].shape)}" for name in ("query", "key", "value"))
@@ -206,24 +196,35 @@ def size_problems(arguments: dict[str, Any], layout: str) -> list[str]:
         if query.shape[0] and not cos.shape[0]:
             problems.append(f"cos: wanted a row for each position, got shape {tuple(cos.shape)}")
         return problems
-    (batch, seq), length = query.shape[:2], arguments["key_cache"].shape[1 + layout.index("N")]
+    length = arguments["key_cache"].shape[1 + layout.index("N")]
     if cos.shape[0] < length:
         problems.append(f"cos: wanted a row for each of {length} places of the cache, got {cos.shape[0]}")
-    if seq > length:
-        problems.append(f"key_cache: wanted a place for each of {seq} tokens, got {length}")
-    if tuple(positions.shape) not in ((seq,), (1, seq), (batch, seq)):
+    return problems + place_problems(arguments, query, layout)
+
+
+def place_problems(arguments: dict[str, Any], tokens: Tensor, layout: str) -> list[str]:
+    """What is wrong with the places of tokens (B, S, ...) in the rows of a contiguous cache."""
+    (batch, seq), length = tokens.shape[:2], arguments["key_cache"].shape[1 + layout.index("N")]
+    shape = tuple(arguments["positions"].shape)
+    problems = [f"key_cache: wanted a place for each of {seq} tokens, got {length}"] if seq > length else []
+    if shape not in ((seq,), (1, seq), (batch, seq)):
         wanted = " or ".join(dict.fromkeys(str(each) for each in ((batch, seq), (1, seq), (seq,))))
-        problems.append(f"positions: wanted shape {wanted}, got {tuple(positions.shape)}")
+        problems.append(f"positions: wanted shape {wanted}, got {shape}")
     return problems
 
 
 def varying(arguments: dict[str, Any], layout: str) -> tuple[str, ...]:
-    """Sizes that may differ within a power of two; a contiguous cache must have a place for each of their tokens."""
+    """Sizes that may differ within a power of two."""
     if arguments["slot_mapping"] is not None:
         return "tokens", "pages", "table"
-    query, positions = arguments["query"], arguments["positions"]
+    return varying_in_rows(arguments, arguments["query"], layout)
+
+
+def varying_in_rows(arguments: dict[str, Any], tokens: Tensor, layout: str) -> tuple[str, ...]:
+    """The same of a contiguous cache, which must have a place for each of their tokens."""
+    positions = arguments["positions"]
     shared = positions.ndim == 1 or positions.shape[0] == 1  # else each sequence has its row, and their number stays
-    most = (1 << int(query.shape[1]).bit_length()) - 1
+    most = (1 << int(tokens.shape[1]).bit_length()) - 1
     long_enough = most <= arguments["key_cache"].shape[1 + layout.index("N")]
     return (*(("batch",) if shared else ()), *(("seq",) if long_enough else ()))
 

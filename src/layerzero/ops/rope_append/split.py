@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import Axis, TensorSchema, told
-from layerzero.core.dtypes import dtype_name
+from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.errors import refuse
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Function, Random, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
-from layerzero.ops.declaration import check_dense, operation, tensor
+from layerzero.ops.declaration import check_dense, eps_problems, operation, tensor
 from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
-from layerzero.ops.paged.route import CACHES, memory_problems
+from layerzero.ops.paged.route import CACHES, check_written, memory_problems
 from layerzero.ops.rope import normed
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED
-from layerzero.ops.rope.split import parts, split_qkv_norm_rope_reference
+from layerzero.ops.rope.split import split_qkv_norm_rope_reference
+from layerzero.ops.rope.stock import parts
 from layerzero.ops.rope_append import declare, packed_steps, route
 from layerzero.ops.rope_append.declare import EXACT, PAGED_PLACES, write_rows
 from layerzero.ops.rope_append.route import rank_problems, size_problems, varying
@@ -85,9 +85,7 @@ def _lengths(result: str, arguments: Mapping[str, Any]) -> Tensor:
 def _derive(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
     return {
         "heads": values["features"] // max(values["head_dim"], 1) - 2 * values["kv_heads"],
-        "rotary_dim": 2 * values["rotary_half"],
-        "table_dtype": dtype_name(arguments["cos"].dtype),
-        "position_dtype": dtype_name(arguments["positions"].dtype),
+        **declare.of_table(arguments, values),
     }
 
 
@@ -165,12 +163,7 @@ _COMMON: dict[str, Any] = {
         "value_cache": EXACT,
     },
     "derive": _derive,
-    "derived_from": {
-        "heads": ("features", "kv_heads", "head_dim"),
-        "rotary_dim": ("rotary_half",),
-        "table_dtype": (),
-        "position_dtype": (),
-    },
+    "derived_from": {"heads": ("features", "kv_heads", "head_dim"), **declare.OF_TABLE},
     "check_values": layout_record.checks,
     "guard": layout_record.guard,
     "note": layout_record.note,
@@ -180,7 +173,7 @@ _COMMON: dict[str, Any] = {
 SPLIT_APPEND = operation(
     "kv.split_qkv_norm_rope_append",
     "A joined product taken apart, normed and rotated, keys and values written into a contiguous cache",
-    inputs=_inputs("batch seq", "batch length", declare.SLOTS),
+    inputs=_inputs("batch seq", "batch length", declare.PLACES_IN_ROWS),
     outputs=("query: batch seq heads head_dim",),
     axes=(
         Axis("batch", scales=True, live=True, beside=True, apart=True),
@@ -260,11 +253,9 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     operation = SPLIT_APPEND_PAGED if paged else SPLIT_APPEND
     wanted = "(tokens, features)" if paged else "(batch, sequence, features) without slot_mapping"
     problems = rank_problems(arguments, ("qkv",), 2 if paged else 3, wanted)
-    if not isinstance(layout, str) or layout not in CACHE_LAYOUTS:
-        problems.append(f"layout: wanted {' or '.join(CACHE_LAYOUTS)}, got {told(layout)}")
     problems = problems or _part_problems(arguments, layout)
     refuse(_NAME, problems)
-    layout_record.check(_NAME, {each: arguments[each] for each in CACHES}, layout)
+    check_written(_NAME, arguments)
     canonical = {
         name: value for name, value in arguments.items() if name != "layout" and (paged or name != "slot_mapping")
     }
@@ -273,7 +264,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     kv_heads = arguments["key_cache"].shape[1 + layout.index("H")]
     heads = arguments["qkv"].shape[-1] // arguments["key_cache"].shape[-1] - 2 * kv_heads
     views = dict(zip(("query", "key", "value"), parts(arguments["qkv"], heads, kv_heads), strict=True))
-    problems = size_problems(arguments | views, layout) + normed.norm_problems(arguments)
+    problems = size_problems(arguments | views, layout) + eps_problems(arguments)
     problems = problems or memory_problems(arguments, _READ)
     refuse(_NAME, problems)
     return Routed(operation, canonical, layout, varies=varying(arguments | views, layout))

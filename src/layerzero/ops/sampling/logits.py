@@ -20,7 +20,7 @@ from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Random, Routed, Tolerance, Work
 from layerzero.core.values import Check, Say
-from layerzero.ops.declaration import check_dense, function, operation, tensor
+from layerzero.ops.declaration import check_dense, function, given_twice, operation, tensor
 from layerzero.ops.sampling import draw, stock
 from layerzero.ops.sampling.declare import AXES, COUNTS, TEMPERATURE, TEMPERATURE_BY_ROW, of_rows
 from layerzero.ops.sampling.formulas import biased, counts_of, of_row, penalised, tempered
@@ -267,11 +267,7 @@ def _route_penalties(arguments: dict[str, Any], default_layout: str | None) -> R
     if not problems and arguments[strange] is not None:
         with_it, wanted = ("output_ids", "prompt_ids") if by_ids else ("output_counts", "prompt_mask")
         problems.append(f"{strange}: wanted {wanted} with {with_it}, got {strange}")
-    problems += [
-        f"{each.name}: wanted a number or a tensor with one for each row, got both"
-        for each in PENALTIES_BY
-        if arguments[each.name] is not None and arguments[f"{each.name}_by_row"] is not None
-    ]
+    problems += given_twice(arguments, *(each.name for each in PENALTIES_BY))
     refuse("apply_penalties", problems)
     operation = PENALTIES if by_ids else COUNTED
     given = {each: arguments[each] for each in operation.schema.arguments}
@@ -298,12 +294,6 @@ def row_problems(operation: Operation, arguments: dict[str, Any]) -> list[str]:
     return found
 
 
-def _temperature_problems(arguments: dict[str, Any]) -> list[str]:
-    if arguments["temperature"] is not None and arguments["temperature_by_row"] is not None:
-        return ["temperature: wanted a number or a tensor with one for each row, got both"]
-    return []
-
-
 FUNCTIONS = (
     Function(
         "apply_penalties",
@@ -326,7 +316,7 @@ FUNCTIONS = (
         "chosen_logprobs",
         LOGPROBS,
         varies=_varying(LOGPROBS),
-        values=_temperature_problems,
+        values=lambda arguments: given_twice(arguments, "temperature"),
         fits=functools.partial(row_problems, LOGPROBS),
         signature=chosen_logprobs,
         draw=draw.chosen_logprobs,

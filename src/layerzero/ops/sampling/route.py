@@ -17,7 +17,7 @@ from torch import Tensor
 from layerzero.core.arguments import told
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Operation, Routed
-from layerzero.ops.declaration import check_dense
+from layerzero.ops.declaration import check_dense, given_twice
 from layerzero.ops.sampling import declare, draw
 from layerzero.ops.sampling.formulas import TEMPERATURES
 
@@ -223,14 +223,12 @@ def _route_any(name: str, place: int, arguments: dict[str, Any], default_layout:
     kept = [each for each in _NUMBERS[:3] if (arguments[each] is not None or arguments[f"{each}_by_row"] is not None)]
     pair = declare.FILTERED if arguments["seed_by_row"] is not None else _BY_KEPT.get(tuple(kept), declare.FILTERED)
     operation = pair[place]
-    told = {
-        each: f"{each}: wanted a number or a tensor with one for each row, got both"
-        for each in (*_NUMBERS[:3], "seed")
-        if arguments[each] is not None and arguments[f"{each}_by_row"] is not None
-    }
+    problems = given_twice(arguments, *_NUMBERS[:3])
     if arguments["seed_by_row"] is not None and arguments["generator"] is not None:
-        told["seed"] = "seed: wanted a seed or a generator, got both"
-    refuse(name, list(told.values()))
+        problems.append("seed: wanted a seed or a generator, got both")
+    else:
+        problems += given_twice(arguments, "seed")
+    refuse(name, problems)
     return _route(name, operation)({each: arguments[each] for each in operation.schema.arguments}, default_layout)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +317,15 @@ class StoreLedger(Ledger):
         if self._calls is not None:
             self._calls.write()
         self.times.look()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        self.called = super().called  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if self._calls is not None:
+                self.called = self._calls.add  # type: ignore[assignment]
 
     def calls(self) -> Sequence[tuple[int, CallRecipe]]:
         """What was called on this machine, the latest first."""

@@ -20,11 +20,13 @@ from layerzero.integrations.optimize.modules.norms import Normed
 from layerzero.integrations.optimize.modules.products import Block
 from layerzero.integrations.optimize.swaps.joined_codes import CodedParts, following_weights
 from layerzero.integrations.optimize.swaps.swap import (
+    ABSENT,
     FROM_MANY,
     MARK,
     State,
     Way,
     as_forward,
+    by_name,
     serves,
     size_of,
     weight_of,
@@ -343,8 +345,10 @@ class Layer(State):
 
 
 @as_forward
-def forward(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+def forward(self: Module, hidden_states: Tensor = ABSENT, /, *others: Any, **named: Any) -> Any:
     """The forward of a layer; arguments of Transformers' layers."""
+    if hidden_states is ABSENT:
+        return by_name(forward, self, named)
     state: Layer | None = self.__dict__.get(MARK)  # None once another thread has undone it
     if state is None or len(others) > len(state.order):
         return type(self).forward(self, hidden_states, *others, **named)

@@ -9,7 +9,6 @@ The parts of a stack are known by the names that Llama, Mistral and Qwen2 have, 
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections import Counter
@@ -285,18 +284,14 @@ def _is_ggmls(module: Module) -> bool:
     return asked.kernel_id == KERNEL
 
 
-def stepping(stack: Module) -> Callable[..., Any]:
-    """The forward of a stack whose steps ggml computes; it has the signature of the stack's own."""
-
-    @functools.wraps(type(stack).forward)
-    def forward(self: Module, *given: Any, **named: Any) -> Any:
-        state: Any = self.__dict__.get(MARK)  # None once another thread has undone it
-        mine = isinstance(state, GgufSteps) and not given and not torch.compiler.is_compiling()
-        if mine and (output := state.step(named)) is not None:
-            return output
-        return stock_forward(self)(*given, **named)
-
-    return as_forward(forward)
+@as_forward
+def forward(self: Module, *given: Any, **named: Any) -> Any:
+    """The forward of a stack whose steps ggml computes."""
+    state: Any = self.__dict__.get(MARK)  # None once another thread has undone it
+    mine = isinstance(state, GgufSteps) and not given and not torch.compiler.is_compiling()
+    if mine and (output := state.step(named)) is not None:
+        return output
+    return stock_forward(self)(*given, **named)
 
 
 def find(search: Search) -> Iterator[Replaced | Left]:
@@ -317,7 +312,7 @@ def _tried(path: str, stack: Any, search: Search) -> Replaced | Left:
             state = GgufSteps(stack)
             if not state.is_ggmls():
                 raise _UnlikeError(f"{KERNEL} is not what computes its products with one row")  # noqa: TRY301
-            swap = Swap(stack, stepping(stack), state)
+            swap = Swap(stack, forward, state)
             error, share = _compared(stack, swap, search.time.deadline.passed)
     except Exception as raised:  # noqa: BLE001  # what a model raises on an example that was made for another
         return Left(path, name, f"{step}: {raised if isinstance(raised, _UnlikeError) else in_short(raised)}")

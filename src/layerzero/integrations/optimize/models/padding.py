@@ -9,8 +9,6 @@ are zero. Which way, and whether at all, is decided by the tokens and by times t
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -140,25 +138,15 @@ class Unpadded(State):
         return not (torch.is_grad_enabled() and any(each.requires_grad for each in stack.parameters()))
 
 
-def forward_of(stack: Module) -> Callable[..., Any]:
-    """What is put on a stack; it has the signature of its class, by which ``generate`` chooses arguments."""
-    cls: Any = type(stack)
-    return _forward_of(cls)
-
-
-@functools.cache
-def _forward_of(cls: Any) -> Callable[..., Any]:
-
-    def forward(self: Module, *given: Any, **named: Any) -> Any:
-        state = self.__dict__.get(MARK)
-        if not torch.compiler.is_compiling() and state is not None:
-            plan = state.planned(self, given, named)
-            if plan is not None:
-                return plan.run(stock_forward(self))
-        return type(self).forward(self, *given, **named)
-
-    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
-    return as_forward(forward)
+@as_forward
+def forward(self: Module, *given: Any, **named: Any) -> Any:
+    """What is put on a stack."""
+    state = self.__dict__.get(MARK)
+    if not torch.compiler.is_compiling() and state is not None:
+        plan = state.planned(self, given, named)
+        if plan is not None:
+            return plan.run(stock_forward(self))
+    return type(self).forward(self, *given, **named)
 
 
 def _mask_of(names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> Any:

@@ -31,7 +31,7 @@ from layerzero.integrations.optimize.models.padding import (
     Unpadded,
     bound,
     cut,
-    forward_of,
+    forward,
     noted,
     tokens_of,
     without_padding,
@@ -120,7 +120,7 @@ def _of_model(model: Any, stacks: Mapping[str, Module], time: TimeLeft) -> Itera
             continue
         state, error = made
         ways = CALLS[ONE_ROW if state.is_packing else GROUPS]
-        swap = Swap(stack, forward_of(stack), state)
+        swap = Swap(stack, forward, state)
         found.append(Replaced(path, type(stack).__name__, "padding", ways, BY_CALL, error, swap))
     swaps = [each.swap for each in found if isinstance(each, Replaced)]
     why = _reads_padding(model, swaps, example, expected) if swaps else ""
@@ -207,7 +207,7 @@ def _proved(stack: Module, call: dict[str, Any] | None) -> tuple[Unpadded, float
 
 def _error(stack: Module, state: Unpadded, call: dict[str, Any], expected: list[Tensor]) -> tuple[float, str]:
     """How far a way is from the stack's own values, in units of the largest; and what is wrong, empty where nothing."""
-    swap = Swap(stack, forward_of(stack), state)
+    swap = Swap(stack, forward, state)
     try:
         with noted() as padded, _whatever_it_takes(state), trying(swap):
             got = list(tensors_in(stack.forward(**call)))

@@ -330,19 +330,15 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def stepping(model: Module) -> Callable[..., Any]:
-    """The forward of a model whose steps are captured; it has the signature of the model's own."""
-
-    @functools.wraps(type(model).forward)
-    def forward(self: Module, *given: Any, **named: Any) -> Any:
-        ids: Any = given[0] if given else named.get("input_ids")
-        run = functools.partial(stock_forward(self), *given, **named)
-        state: Steps | None = self.__dict__.get(MARK)  # None once another thread has undone it
-        if torch.compiler.is_compiling() or len(given) > 1 or state is None or not _is_step(ids, named):
-            return run()
-        return state.attempt(ids, named, run)
-
-    return as_forward(forward)
+@as_forward
+def forward(self: Module, *given: Any, **named: Any) -> Any:
+    """The forward of a model whose steps are captured."""
+    ids: Any = given[0] if given else named.get("input_ids")
+    run = functools.partial(stock_forward(self), *given, **named)
+    state: Steps | None = self.__dict__.get(MARK)  # None once another thread has undone it
+    if torch.compiler.is_compiling() or len(given) > 1 or state is None or not _is_step(ids, named):
+        return run()
+    return state.attempt(ids, named, run)
 
 
 def _is_step(ids: Any, named: Mapping[str, Any]) -> bool:
@@ -372,5 +368,5 @@ def find_steps(search: Search) -> Iterator[Replaced | Left]:
             continue
         on_host = all(each.device.type in ON_HOST for each in model.parameters())
         how = "keys and values in memory that stays" if on_host else "a CUDA graph a length"
-        swap = Swap(model, stepping(model), Steps(model))
+        swap = Swap(model, forward, Steps(model))
         yield Replaced(path, type(model).__name__, "step", how, BY_CALL, None, swap)

@@ -24,7 +24,7 @@ from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.engine.transforms import in_transform
 from layerzero.integrations.optimize.modules.norms import Norm, norm
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, compared, refusal
-from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, is_dense
+from layerzero.integrations.optimize.swaps.swap import ABSENT, MARK, State, Swap, as_forward, by_name, is_dense
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced, switch_all
 
@@ -51,7 +51,9 @@ TAKEN = frozenset(
 
 
 @as_forward
-def _norm(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
+def _norm(self: Module, input: Tensor = ABSENT, /, *others: Any, **named: Any) -> Any:
+    if input is ABSENT:
+        return by_name(_norm, self, named)
     state: Any = self.__dict__.get(MARK)
     own = None
     if state is not None and not others and not named and not torch.compiler.is_compiling() and not in_transform():

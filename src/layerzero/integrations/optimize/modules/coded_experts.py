@@ -34,7 +34,16 @@ from layerzero.integrations.optimize.swaps.candidate import (
     watching,
 )
 from layerzero.integrations.optimize.swaps.codes import Requested, narrowed, version
-from layerzero.integrations.optimize.swaps.swap import MARK, Swap, as_forward, has_own_forward, serves, stock_forward
+from layerzero.integrations.optimize.swaps.swap import (
+    ABSENT,
+    MARK,
+    Swap,
+    as_forward,
+    by_name,
+    has_own_forward,
+    serves,
+    stock_forward,
+)
 from layerzero.integrations.optimize.swaps.weights import Packs
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import RUN
@@ -254,7 +263,9 @@ class MxExperts(Packs):
 
 
 @as_forward
-def _mx_experts(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+def _mx_experts(self: Module, hidden_states: Tensor = ABSENT, /, *others: Any, **named: Any) -> Any:
+    if hidden_states is ABSENT:
+        return by_name(_mx_experts, self, named)
     state: Any = self.__dict__.get(MARK)
     mine = not torch.compiler.is_compiling() and not named and [type(each) for each in others] == [Tensor, Tensor]
     if mine and serves(state, hidden_states, *map(self._parameters.get, _BIASES), others[1]) and state.follow(self):

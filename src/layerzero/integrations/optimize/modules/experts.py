@@ -23,7 +23,7 @@ import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.modules.products import activations_of
 from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, candidate, distance, quiet
-from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, is_dense, serves
+from layerzero.integrations.optimize.swaps.swap import ABSENT, MARK, as_forward, by_name, is_dense, serves
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.integrations.transformers_experts import SIZES, numbers_of
 from layerzero.ops.linear import PackedWeight
@@ -125,8 +125,10 @@ def _is_view(known: tuple[Parameter, Tensor], own: Any) -> bool:
 
 
 @as_forward
-def mixed(self: Module, hidden_states: Tensor, *others: Any, **named: Any) -> Any:
+def mixed(self: Module, hidden_states: Tensor = ABSENT, /, *others: Any, **named: Any) -> Any:
     """The forward of experts that are called with rows, ids and shares."""
+    if hidden_states is ABSENT:
+        return by_name(mixed, self, named)
     mine = not torch.compiler.is_compiling() and not named and [type(each) for each in others] == [Tensor, Tensor]
     if mine and (state := self.__dict__.get(MARK)) is not None:  # None once another thread has undone it
         try:

@@ -25,7 +25,16 @@ from layerzero.integrations.optimize.swaps.candidate import (
     random_rows,
 )
 from layerzero.integrations.optimize.swaps.reads import functions_of, kept_by
-from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, is_dense, serves, weight_of
+from layerzero.integrations.optimize.swaps.swap import (
+    ABSENT,
+    MARK,
+    State,
+    as_forward,
+    by_name,
+    is_dense,
+    serves,
+    weight_of,
+)
 from layerzero.ops.linear.glance import Glance
 
 _LARGEST_EPS = 0.01
@@ -114,7 +123,9 @@ class OnePlus(Norm):
 
 
 @as_forward
-def _norm(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
+def _norm(self: Module, input: Tensor = ABSENT, /, *others: Any, **named: Any) -> Any:
+    if input is ABSENT:
+        return by_name(_norm, self, named)
     state: Any = self.__dict__.get(MARK)
     mine = not others and not named and serves(state, input, *self._parameters.values())
     own = state.weights_of(self) if mine else None

@@ -16,7 +16,7 @@ import layerzero as lz
 from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.swaps.candidate import Candidate, agrees, candidate, distance, quiet, random_rows
 from layerzero.integrations.optimize.swaps.joined_codes import CodedParts, following_weights
-from layerzero.integrations.optimize.swaps.swap import MARK, as_forward, serves, weight_of
+from layerzero.integrations.optimize.swaps.swap import ABSENT, MARK, as_forward, by_name, serves, weight_of
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, View, is_plain, turns, wants_packed, why_apart
 from layerzero.ops.activation.formulas import FORMULAS, FUNCTIONS, GATED
 
@@ -92,22 +92,26 @@ def _linear(self: Module, input: Tensor) -> Any:
 
 
 @as_forward
-def _product(self: Module, *given: Any, **named: Any) -> Any:
+def _product(self: Module, input: Tensor = ABSENT, /, *others: Any, **named: Any) -> Any:
     """The forward of a module that computes what Linear does, in code or with a weight of its own order."""
+    if input is ABSENT:
+        return by_name(_product, self, named)
     state: Any = self.__dict__.get(MARK)
     weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-    if len(given) == 1 and not named and weight is not None and serves(state, given[0], weight, bias):
+    if not others and not named and weight is not None and serves(state, input, weight, bias):
         weight = weight if state.view is None else state.view.of(weight)
         try:
-            return lz.linear(given[0], weight, bias, packed=state.forms_for(given[0])[0])
+            return lz.linear(input, weight, bias, packed=state.forms_for(input)[0])
         except InvalidCallError:
             if state.renew(weight):
-                return _product(self, *given)
-    return type(self).forward(self, *given, **named)
+                return _product(self, input)
+    return type(self).forward(self, input, *others, **named)
 
 
 @as_forward
-def _linear_then(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
+def _linear_then(self: Module, input: Tensor = ABSENT, /, *others: Any, **named: Any) -> Any:
+    if input is ABSENT:
+        return by_name(_linear_then, self, named)
     mine = not torch.compiler.is_compiling() and not others and not named
     if mine and (state := self.__dict__.get(MARK)) is not None:
         parameters = state.covers[0][1]._parameters
@@ -217,7 +221,9 @@ class Block(CodedParts):
 
 
 @as_forward
-def _block(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
+def _block(self: Module, input: Tensor = ABSENT, /, *others: Any, **named: Any) -> Any:
+    if input is ABSENT:
+        return by_name(_block, self, named)
     mine = not torch.compiler.is_compiling() and not others and not named
     if mine and (state := self.__dict__.get(MARK)) is not None:
         parameters = [each._parameters for each in state.products]

@@ -13,7 +13,7 @@ from torch.nn import Module
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
-from layerzero.integrations.optimize.swaps.swap import MARK, State, as_forward, serves, size_of
+from layerzero.integrations.optimize.swaps.swap import ABSENT, MARK, State, as_forward, by_name, serves, size_of
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.ops.linear.packed import PACKED, PackedWeight
 from layerzero.ops.quantize.weight_format import ARGUMENTS
@@ -252,8 +252,10 @@ def served(module: Module, input: Tensor) -> CodedProduct | None:
 
 
 @as_forward
-def product(self: Module, input: Tensor, *others: Any, **named: Any) -> Any:
+def product(self: Module, input: Tensor = ABSENT, /, *others: Any, **named: Any) -> Any:
     """The forward of a module whose weight is codes."""
+    if input is ABSENT:
+        return by_name(product, self, named)
     state = None if others or named else served(self, input)
     if state is not None:
         try:

@@ -44,7 +44,7 @@ _SKIPPED = _TORCHS - {"training", "_parameters", "_buffers", "_modules", "_forwa
 _BESIDE = "_layerzero", "_hf_hook", "_old_forward", "_output_capturing_hooks_installed"
 """Beginnings of names that LayerZero, accelerate and Transformers' recorder put on modules."""
 
-SWAPPED = "forward", "__getstate__", "__deepcopy__", "_replicate_for_data_parallel"
+SWAPPED = "forward", "__getstate__", "__deepcopy__", "_replicate_for_data_parallel", "__prepare_scriptable__"
 """Attributes of a module that has a new forward."""
 
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None), MethodType, torch.device, torch.Size})

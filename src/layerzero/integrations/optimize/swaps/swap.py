@@ -9,19 +9,22 @@ and with the attention that the model had before.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from layerzero.core.errors import LayerZeroWarning
 from layerzero.engine.transforms import in_transform
 from layerzero.integrations.optimize.swaps.stamp import OURS, SWAPPED, Stamp
 
@@ -41,6 +44,36 @@ def as_forward(function: Forward) -> Forward:
 
 _OURS: weakref.WeakSet[Forward] = weakref.WeakSet()
 """Every forward that is put on a module."""
+
+ABSENT: Any = object()
+"""Stands for the first argument of a call that has none by place: modules' classes give it names of their own."""
+
+
+def by_name(forward: Forward, module: Module, named: dict[str, Any]) -> Any:
+    """Call a forward of ours whose first argument came by name, or the module's own, which knows what to say."""
+    state: State | None = module.__dict__.get(MARK)
+    if state is None or state.first not in named:
+        return type(module).forward(module, **named)
+    return forward(module, named.pop(state.first), **named)
+
+
+_TWINS: weakref.WeakKeyDictionary[type, weakref.WeakKeyDictionary[Forward, Forward]] = weakref.WeakKeyDictionary()
+
+
+def _as_of(forward: Any, cls: type[Module]) -> Forward:
+    """A forward of ours with the signature that it has in a class: trainers, exporters and pipelines ask for that.
+
+    One for all modules of the class, or code that is compiled for one of them would serve no other.
+    """
+    if "__signature__" in vars(forward):
+        return forward  # type: ignore[no-any-return]
+    twins = _TWINS.setdefault(cls, weakref.WeakKeyDictionary())
+    if forward not in twins:
+        parts = (getattr(forward, f"__{each}__") for each in ("code", "globals", "name", "defaults", "closure"))
+        twins[forward] = twin = FunctionType(*parts)
+        vars(twin).update(vars(forward), __signature__=inspect.signature(cls.forward))
+        _OURS.add(twin)
+    return twins[forward]
 
 
 SIZES = (1, 4, 64)
@@ -78,6 +111,7 @@ class State:
         many: from how many rows a call is computed as the last of these sizes is.
         called: a submodule that the new forward calls as the module's own does, so that nothing in it was proved.
         sets: what the module has on itself while the new forward is on it, and had not before.
+        first: the name of the first argument of the module's own forward.
         over: what lies over it (:class:`~layerzero.integrations.optimize.models.compiled.Over`), and the forward
             beneath.
     """
@@ -87,6 +121,7 @@ class State:
     own_at: tuple[bool, ...] = ()
     many = FROM_MANY
     called: Module | None = None
+    first = ""
     over: tuple[State, Forward] | None = None
 
     def __init__(self, covers: Iterable[tuple[str, Module]] = ()) -> None:
@@ -193,6 +228,10 @@ class Swap:
     forward: Forward
     state: State
 
+    def __post_init__(self) -> None:
+        self.forward = _as_of(self.forward, type(self.module))
+        self.state.first = "".join([*self.forward.__signature__.parameters][1:2])  # type: ignore[attr-defined]
+
     @property
     def is_on(self) -> bool:
         """Whether the module has it now."""
@@ -229,7 +268,7 @@ class Swap:
 
 
 def _methods(forward: Forward) -> Iterator[tuple[str, Forward]]:
-    return zip(SWAPPED, (forward, _stock_state, _deep_copy, _stock_replica), strict=True)
+    return zip(SWAPPED, (forward, _stock_state, _deep_copy, _stock_replica, _to_be_scripted), strict=True)
 
 
 def _strip(attributes: dict[str, Any], forward: Forward) -> None:
@@ -244,10 +283,15 @@ def _strip(attributes: dict[str, Any], forward: Forward) -> None:
 def _without(module: Module, attributes: dict[str, Any]) -> dict[str, Any]:
     """Attributes of a module, or of a copy of it, as they are without its swap."""
     found = dict(attributes)
-    mine: Any = getattr(module.__dict__.get("forward"), "__func__", None)
     if found.get(MARK) is not None:
-        _strip(found, mine if mine in _OURS else type(module).forward)
+        _strip(found, _mine(module))
     return found
+
+
+def _mine(module: Module) -> Forward:
+    """The forward of ours that is on a module; its class's where somebody put another one around it."""
+    forward: Any = getattr(module.__dict__.get("forward"), "__func__", None)
+    return forward if forward in _OURS else type(module).forward
 
 
 def _of_class(module: Module, name: str) -> Any:
@@ -263,6 +307,19 @@ def _stock_replica(self: Module) -> Module:
     replica: Module = _of_class(self, "_replicate_for_data_parallel")()
     replica.__dict__ = _without(self, replica.__dict__)
     return replica
+
+
+def _to_be_scripted(self: Module) -> Module:
+    """Take the swap off: ``torch.jit.script`` reads source code, and of no other module than this one."""
+    warnings.warn(
+        "lz.optimize: torch.jit.script reads modules' own code, so modules that it was given run theirs from now on; "
+        "give it a copy.deepcopy of the model, or undo() the report and optimize again",
+        LayerZeroWarning,
+        stacklevel=2,
+    )
+    _strip(self.__dict__, _mine(self))
+    own = getattr(type(self), "__prepare_scriptable__", None)
+    return self if own is None else own(self)
 
 
 def _deep_copy(self: Module, memo: dict[int, Any]) -> Module:
