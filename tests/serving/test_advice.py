@@ -10,12 +10,14 @@ from typer.testing import CliRunner
 
 import layerzero as lz
 from layerzero.cli.app import main
+from layerzero.core.device import Device
 from layerzero.core.evidence import Measurement
 from layerzero.core.recipe import CallRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
+from layerzero.ops.quantize.schemes import LOSSES
 from layerzero.serving import advice as advising
-from layerzero.serving.advice import advice
+from layerzero.serving.advice import advice, formats
 
 CALL = torch.empty(8, 64), torch.empty(64)
 
@@ -65,3 +67,30 @@ def test_doctor_ends_with_it():
     told = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)
     assert told["jit"]["setting"] == "never"
     assert len(told["faster"]) <= advising.MOST
+
+
+def test_formats_say_what_they_lose_and_what_multiplies_with_them():
+    hopper, blackwell = (formats(Device.named(name), torch_version="2.11.0") for name in ("H100", "B200"))
+    assert [each.loss for each in hopper] == sorted(each.loss for each in hopper)
+    by_name = {each.name: each for each in hopper}
+    assert by_name["int4"].kernels[:3] == ("vllm.machete", "vllm.marlin", "humming.linear")
+    assert by_name["int4"].bits == 4.125
+    assert by_name["fp8"].rounded == "fp8_e4m3"
+    assert {each.name for each in hopper if each.native} == {"int8", "fp8"}
+    assert {each.name for each in blackwell if each.native} == {"int8", "fp8", "mxfp4", "nvfp4"}
+    assert "vllm.machete" not in {name for each in blackwell for name in each.kernels}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_listed_format_is_made_by_its_name_and_loses_as_much(name):
+    weight = torch.randn(128, 1024)
+    lost = float((lz.quantize_weight(weight, name).dequantized(torch.float32) - weight).norm() / weight.norm())
+    assert lost == pytest.approx(LOSSES[name], rel=0.1)
+
+
+def test_the_command_of_formats_marks_what_runs_here_and_what_is_native():
+    text = CliRunner().invoke(main, ["formats", "--device", "B200"], prog_name="layerzero").stdout
+    assert "nvfp4*" in text
+    assert "(torch.dequantized_mx)" in text
+    wrong = CliRunner().invoke(main, ["formats", "--torch", "newest"], prog_name="layerzero")
+    assert wrong.exit_code == 2

@@ -1,7 +1,8 @@
-"""What a deployment installs and updates: ``layerzero libraries``, ``hub`` and ``rolling-update``."""
+"""What a deployment installs and updates: ``layerzero libraries``, ``formats``, ``hub`` and ``rolling-update``."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,18 +12,50 @@ from packaging.version import InvalidVersion, Version
 from layerzero.cli.calls import AsJson
 from layerzero.cli.output import FINE, NO, Answer, examples, say
 from layerzero.cli.plans import Sets
+from layerzero.cli.tables import new_row, table_of
+
+_On = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="For which device, as H100; this machine's best.")
+]
+_With = Annotated[str, typer.Option("--torch", metavar="VERSION", help="With which torch; the one that is here.")]
 
 
-def libraries(
-    asked_for: Sets = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="For which device, as H100; this machine's best.")
-    ] = None,
-    torch_version: Annotated[
-        str, typer.Option("--torch", metavar="VERSION", help="With which torch; the one that is here.")
-    ] = "",
+def _check_torch(version: str) -> None:
+    try:
+        Version(version or "2")
+    except InvalidVersion:
+        raise ValueError(f"--torch: wanted a version like 2.11.0, got {version!r}") from None
+
+
+def formats(
+    device: _On = None,
+    rows: Annotated[int, typer.Option(metavar="N", help="Rows of the product, 1 for a decode.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of the rows.")] = "",
+    torch_version: _With = "",
     json: AsJson = False,
 ) -> Answer:
+    """Tell what each format of weights loses, and which kernels multiply with it on a device.
+
+    The loss is that of normal numbers, as a share of their norm; lz.quantize_weight(..., accuracy=) measures yours, and
+    lz.optimize(weights="auto") takes the fastest within a bound. Kernels are those of all libraries that were tested
+    and fit; the one in brackets runs with what is installed here. A star: the device computes in such numbers.
+    """
+    from layerzero.cli.question import device_of
+    from layerzero.core.dtypes import dtype_named
+    from layerzero.serving import advice
+
+    _check_torch(torch_version)
+    where = device_of(device)
+    found = advice.formats(where, rows, dtype_named(dtype) if dtype else None, torch_version)
+    table = table_of("format", "bits", "loses", "rows in", "kernels", right=("bits", "loses"), ids=("format",))
+    for each in found:
+        kernels = ", ".join(f"({one})" if one == each.here else one for one in each.kernels)
+        star = "*" if each.native else ""
+        new_row(table, f"{each.name}{star}", f"{each.bits:.4g}", f"{each.loss:.3g}", each.rounded, kernels)
+    return Answer({"device": where.name, "formats": [asdict(each) for each in found]}, lambda: [table])
+
+
+def libraries(asked_for: Sets = None, device: _On = None, torch_version: _With = "", json: AsJson = False) -> Answer:
     """Tell which libraries to install together, for sets of operations on a device.
 
     Each at the newest version that was tested and fits torch, CUDA, driver and device, unless it does harm to one
@@ -31,10 +64,7 @@ def libraries(
     from layerzero.cli.question import device_of
     from layerzero.inspection.model_sets import together
 
-    try:
-        Version(torch_version or "2")
-    except InvalidVersion:
-        raise ValueError(f"--torch: wanted a version like 2.11.0, got {torch_version!r}") from None
+    _check_torch(torch_version)
     found = together(asked_for or (), device_of(device), torch_version)
     return Answer(found.to_dict(), found.lines, FINE if found.libraries else NO)
 
@@ -165,4 +195,7 @@ def add_to(app: typer.Typer) -> None:
     )(rolling_update)
     lines = "libraries --for serving --device H100", "libraries --for decoder", "libraries --device MI300X --json"
     app.command("libraries", **examples(*lines))(libraries)
+    app.command("formats", **examples("formats", "formats --device B200 --torch 2.11.0", "formats --rows 64 --json"))(
+        formats
+    )
     app.command(**examples("hub", "hub --lock hub.lock", "hub --json"))(hub)

@@ -273,19 +273,7 @@ def together(names: Sequence[str], device: Device, torch_version: str = "") -> L
     wanted = dict.fromkeys(each for name in names or SETS for each in set_named(name).operations)
     version = torch_version or str(torch.__version__).partition("+")[0]
     bare = Machine(device, {"torch": version})
-    left: dict[str, str] = {}
-    fitting: dict[Backend, str] = {}
-    for backend in REGISTRY.backends():
-        packages = [each for each in backend.distributions if each and each != "torch"]
-        if not packages or device.platform not in backend.platforms or backend.origin != "builtin":
-            continue
-        found, why = _tested(backend, bare, device)
-        if found:
-            fitting[backend] = found
-        else:
-            left[packages[0]] = why
-    pretended = {"torch": version} | {_package(backend): each for backend, each in fitting.items()}
-    pretended |= {name: _lowest(each) for backend in fitting for name, each in _needs(backend).items()}
+    fitting, left, pretended = fitting_libraries(bare, device)
     runs = _runs([REGISTRY.operation(each) for each in wanted], device, pretended)
     chosen: dict[str, LibraryChoice] = {}
     for backend in sorted(fitting, key=lambda each: (-len(runs.get(each, ())), each.name)):
@@ -310,6 +298,24 @@ def together(names: Sequence[str], device: Device, torch_version: str = "") -> L
         tuple(sorted(left.items())),
         tuple(each for each in wanted if each not in served),
     )
+
+
+def fitting_libraries(bare: Machine, device: Device) -> tuple[dict[Backend, str], dict[str, str], dict[str, str]]:
+    """Libraries with the version that was tested and fits, those that are left with the reason, and all as packages."""
+    left: dict[str, str] = {}
+    fitting: dict[Backend, str] = {}
+    for backend in REGISTRY.backends():
+        packages = [each for each in backend.distributions if each and each != "torch"]
+        if not packages or device.platform not in backend.platforms or backend.origin != "builtin":
+            continue
+        found, why = _tested(backend, bare, device)
+        if found:
+            fitting[backend] = found
+        else:
+            left[packages[0]] = why
+    pretended = {"torch": bare.torch} | {_package(backend): each for backend, each in fitting.items()}
+    pretended |= {name: _lowest(each) for backend in fitting for name, each in _needs(backend).items()}
+    return fitting, left, pretended
 
 
 def _package(backend: Backend) -> str:

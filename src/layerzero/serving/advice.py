@@ -2,6 +2,8 @@
 
 Gains are given where times are known of what runs and of what would: of calls that were made here, as misses left them
 in the ledger, or, before there are any, of the operations' named cases.
+
+And what formats of weights cost and get on a device (``layerzero formats``).
 """
 
 from __future__ import annotations
@@ -13,18 +15,22 @@ from dataclasses import dataclass
 
 import torch
 
+from layerzero.core.device import Device
 from layerzero.core.evidence import Provenance
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.system.resources import thread_advice
 from layerzero.engine import accelerator, legality, probe
-from layerzero.engine.config import current_policy
+from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.order import costs
+from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import explain
+from layerzero.inspection.model_sets import fitting_libraries
 from layerzero.ops import function_of
+from layerzero.ops.linear.weight_formats import examples_of_formats
 from layerzero.tuning.measurement.jobs import Job, jobs_of_cases
 from layerzero.tuning.measurement.tune import jobs_called
 
@@ -141,3 +147,54 @@ def _of_settings(device: str, reports: Sequence[Report], *, called: bool) -> Ite
 def _is_measured(report: Report) -> bool:
     chosen = report.chosen
     return chosen is not None and chosen.provenance in (Provenance.MEASURED, Provenance.IMPORTED)
+
+
+@dataclass(frozen=True, slots=True)
+class FormatChoice:
+    """What a format of weights costs and gets on a device.
+
+    Attributes:
+        name: as ``lz.quantize_weight`` takes it.
+        bits: of a number, scales included.
+        loss: of normal numbers, as a share of their norm.
+        native: whether the device computes in such numbers.
+        rounded: what kernels may round rows to; empty where they may not.
+        here: the kernel that runs with the libraries that are here.
+        kernels: those of all tested libraries that fit, in the order of preference where nothing was measured.
+    """
+
+    name: str
+    bits: float
+    loss: float
+    native: bool
+    rounded: str
+    here: str
+    kernels: tuple[str, ...]
+
+
+_OF_BYTES = frozenset({"avx_vnni", "avx512_vnni", "amx_int8"})
+"""A CPU's instructions that multiply int8."""
+
+
+def formats(
+    device: Device, rows: int = 1, dtype: torch.dtype | None = None, torch_version: str = ""
+) -> tuple[FormatChoice, ...]:
+    """Tell what each format of weights loses, and which kernels multiply with it on a device, the least loss first.
+
+    Args:
+        device: where; it need not be here.
+        rows: of the product with 4096 x 4096 numbers.
+        dtype: of the rows; bfloat16, and float32 on a CPU, if None.
+        torch_version: with which torch libraries have to go; the one that is here by default.
+    """
+    given = dtype or (torch.float32 if device.platform == "cpu" else torch.bfloat16)
+    bare = Machine(device, {"torch": torch_version or str(torch.__version__).partition("+")[0]})
+    pretended, found = fitting_libraries(bare, device)[2], []
+    for each in examples_of_formats(rows, given):
+        here = explain(*each.call, device=device).kernel_id
+        with SCOPES.scope({"allow_jit_compile": True}):
+            report = explain(*each.call, device=device, libraries=pretended)
+        kernels = tuple(one.kernel.id for one in report.candidates if one.legal and not one.kernel.is_reference)
+        native = each.numbers in device.dtypes or (each.numbers == "int8" and bool(_OF_BYTES & device.instruction_sets))
+        found.append(FormatChoice(each.name, each.bits, each.loss, native, each.rounded, here or "", kernels))
+    return tuple(found)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,10 +34,11 @@ from layerzero.ops.declaration import operation, tensor, wide
 from layerzero.ops.linear import declare
 from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.stock import quantized_linear
+from layerzero.ops.quantize.conversion import usual
 from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.groups import Grouped
 from layerzero.ops.quantize.scheme import Scheme
-from layerzero.ops.quantize.schemes import SCHEMES, format_problems, scheme_of, taken_instead
+from layerzero.ops.quantize.schemes import LOSSES, SCHEMES, format_problems, scheme_of, taken_instead
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, fields_of
 
@@ -339,3 +340,42 @@ for _name in ("group", "gguf"):
         judge=declare.OfNarrowRows(Elementwise(declare.TOLERANCE, declare.TOLERANCE_REASON, _terms), _terms, _numbers),
         fixed={"activations": "int8"},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FormatExample:
+    """A format that ``lz.quantize_weight`` makes, and a product with such a weight.
+
+    Attributes:
+        name: as ``lz.quantize_weight`` takes it.
+        bits: of a number, with its part of the scales.
+        loss: of normal numbers, as a share of their norm.
+        numbers: what a device calls them that computes in them.
+        rounded: what kernels may round rows to; empty where they may not.
+        call: the product, a function's name and its arguments; of tensors without memory.
+    """
+
+    name: str
+    bits: float
+    loss: float
+    numbers: str
+    rounded: str
+    call: tuple[str, Tensor, QuantizedWeight]
+
+
+def examples_of_formats(rows: int, dtype: torch.dtype, size: int = 4096) -> Iterator[FormatExample]:
+    """A product with a square weight in each format, the one that loses least first."""
+    for name, loss in LOSSES.items():
+        of = usual(name)
+        scheme = scheme_of(of)
+        found = {
+            field: torch.empty(shape, dtype=dtype if dtype in dtypes else min(dtypes, key=str), device="meta")
+            for field, (shape, dtypes) in scheme.wanted(of, size, size).items()
+        }
+        if of.scheme == "fp8":  # ``quantize_weight`` gives such scales, and calls take them without a format
+            found["scale"] = found["scale"].float()
+        weight = QuantizedWeight.unchecked(of, (size, size), Fields(**found))
+        given = torch.empty(rows, size, dtype=dtype, device="meta")
+        rounded = "fp8_e4m3" if of.scheme == "fp8" else "int8" if f"{scheme.operation}.int8" in FORMATTED else ""
+        numbers = {"fp8": "float8_e4m3"}.get(name, name)
+        yield FormatExample(name, scheme.bits(of), loss, numbers, rounded, ("quantized_linear", given, weight))

@@ -22,6 +22,15 @@ from layerzero.ops.quantize.weight_format import Fields, WeightFormat
 _WHOLE = re.compile(r"int([2-8])")
 
 
+def usual(name: str) -> WeightFormat:
+    """The format of a text; of a name alone its usual form, as groups of 128 of ``"int4"`` and ``"awq"``."""
+    if isinstance(name, str) and (whole := _WHOLE.fullmatch(name)):
+        return WeightFormat("compressed-tensors", bits=int(whole[1]), group=128)
+    of = WeightFormat.of(name)
+    alone = of == WeightFormat(of.scheme) and of.scheme in SCHEMES and format_problems(of)
+    return WeightFormat.of(scheme_of(of).example) if alone else of
+
+
 def quantize_weight(
     weight: Tensor,
     format: WeightFormat | str = "int4",  # noqa: A002  # what it is everywhere
@@ -57,9 +66,7 @@ def quantize_weight(
         of = WeightFormat("compressed-tensors", bits=int(whole[1]), group=group, zeros=zeros)
         problems = format_problems(of)
     else:
-        of = format if isinstance(format, WeightFormat) else WeightFormat.of(format)
-        if of == WeightFormat(of.scheme) and of.scheme in SCHEMES and format_problems(of):
-            of = WeightFormat.of(scheme_of(of).example)  # a name alone, as ``repack`` takes it
+        of = format if isinstance(format, WeightFormat) else usual(format)
         given = {"group_size": group_size, "zero_points": zero_points}
         problems = format_problems(of) + [
             f"{name}: wanted None, since the format {of} says it, got {each!r}"
