@@ -130,6 +130,16 @@ def test_a_manifest_of_another_model_is_an_error(tmp_path):
         lz.warmup("rms_norm", [(8, 64)], model="m1", device="cpu")
 
 
+def test_a_manifest_of_the_model_itself_holds_for_its_configuration(tmp_path):
+    file, model = tmp_path / "workload.json", torch.nn.RMSNorm(32)
+    with lz.record(file, model=model):
+        lz.rms_norm(torch.randn(8, 32), model.weight.detach())
+    same, wider = torch.nn.RMSNorm(32), torch.nn.RMSNorm(64)
+    assert lz.readiness_check(file, model=same, device="cpu").calls == 1
+    with pytest.raises(ValueError, match=r"wanted a manifest of the model 'RMSNorm .*', got one of 'RMSNorm "):
+        lz.readiness_check(file, model=wider, device="cpu")
+
+
 @pytest.mark.usefixtures("compiled")
 def test_a_call_that_memory_does_not_hold_is_skipped(monkeypatch):
     monkeypatch.setattr("layerzero.tuning.verification.build_child.available_bytes", lambda: 20_000.0)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 import torch
+from torch.nn import Module
 
 from layerzero.core.device import device_here
 from layerzero.core.facts import Facts
@@ -24,7 +25,7 @@ from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.own_builds import wanted
 from layerzero.serving.readiness_parts import BEFORE, PARTS, Looked, Part, PartState
 from layerzero.tuning.measurement.tune import every_call
-from layerzero.tuning.measurement.workload import every_call_of_file
+from layerzero.tuning.measurement.workload import every_call_of_file, model_text
 from layerzero.tuning.storage.host_notes import FailedBuild, progress_of_others
 
 
@@ -229,7 +230,7 @@ class Readiness:
 def readiness_check(
     manifest: str | os.PathLike[str] | None = None,
     *,
-    model: str = "",
+    model: str | Module = "",
     device: str | torch.device | None = None,
     sets: Sequence[str] = (),
 ) -> Readiness:
@@ -246,7 +247,7 @@ def readiness_check(
     Args:
         manifest: a file that ``lz.record`` wrote: every call in it is looked at. If None: what this machine called so
             far, as misses left it in the cache folder, at most 1,000 calls.
-        model: what the manifest must have been recorded of; a manifest of another model is an error.
+        model: what the manifest must have been recorded of, a name or the model; another one is an error.
         device: whose calls; CUDA where there is a device, else the CPU.
         sets: sets of operations that the deployment needs: ``decoder``, ``quantised``, ``experts``, ``serving``, ...
     Returns: the report, which is true if traffic may come. Calls without tensors compile nothing, and are left out.
@@ -265,12 +266,13 @@ def readiness_check(
 
 def _builds(
     manifest: str | os.PathLike[str] | None = None,
-    model: str = "",
+    model: str | Module = "",
     device: str | torch.device | None = None,
     reports: list[tuple[str, Report]] | None = None,
 ) -> Readiness:
     """What is built of what calls would choose; the report of each call comes into ``reports``."""
     target = device_here(device).type
+    model = model_text(model)
     if model and manifest is None:
         raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
     jobs = every_call(target) if manifest is None else every_call_of_file(manifest, target, model=model)

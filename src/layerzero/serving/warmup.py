@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from layerzero.core.device import Device, device_here
 from layerzero.core.dtypes import dtype_name, dtype_named
@@ -35,7 +36,7 @@ from layerzero.ops.calls import accepted, function_for, listed
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.own_builds import outcome_of, wanted
 from layerzero.tuning.measurement.jobs import Job, Shape, check_params, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measurement.workload import every_call_of_file, jobs_of_file, jobs_of_model
+from layerzero.tuning.measurement.workload import every_call_of_file, jobs_of_file, jobs_of_model, model_text
 from layerzero.tuning.storage.host_notes import shortened
 from layerzero.tuning.verification.build_child import short_of_memory
 
@@ -119,7 +120,7 @@ def warmup(
     device: str | torch.device | None = None,
     *,
     manifest: str | os.PathLike[str] | None = None,
-    model: str = "",
+    model: str | Module = "",
     progress: Progress | None = None,
     **params: Any,
 ) -> Warmed:
@@ -137,7 +138,7 @@ def warmup(
         device: where; the CPU, or the current CUDA device if there is one.
         manifest: a file that ``lz.record`` wrote, in place of shapes. Calls that stand for their classes have every
             legal kernel built, all others what they would choose.
-        model: what the manifest must have been recorded of; a manifest of another model is an error.
+        model: what the manifest must have been recorded of, a name or the model; another one is an error.
         progress: called for each call; a bar on a terminal if None.
         params: further arguments of the calls.
     Raises: ValueError for shapes that no operation of this name has, for a dtype that has no such name, and for a file
@@ -203,10 +204,11 @@ def _asked(
     dtype: torch.dtype | str,
     device: str,
     manifest: str | os.PathLike[str] | None,
-    model: str,
+    model: str | Module,
     params: Mapping[str, Any],
 ) -> list[Job]:
     """The wanted calls. Raises: ValueError for two ways to say which."""
+    model = model_text(model)
     if model and manifest is None:
         raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
     if not isinstance(operation, str):

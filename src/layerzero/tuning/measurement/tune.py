@@ -17,6 +17,7 @@ from typing import Any, ParamSpec
 
 import msgspec
 import torch
+from torch.nn import Module
 
 from layerzero.core.device import device_here
 from layerzero.core.dtypes import dtype_name, dtype_named
@@ -60,7 +61,7 @@ def asked_jobs(
     device: str,
     *,
     manifest: str | os.PathLike[str] | None = None,
-    model: str = "",
+    model: str | Module = "",
     head_dim: int | None = None,
     seq_lens: Sequence[int] | None = None,
     batch_sizes: Sequence[int] | None = None,
@@ -94,6 +95,7 @@ def asked_jobs(
     of_grid = dict(head_dim=dims, seq_lens=seq_lens, batch_sizes=batch_sizes)  # noqa: C408  # as they are called
     narrow = {name: sizes for name, sizes in of_grid.items() if sizes is not None}
     narrowing = list(narrow)
+    model = workload.model_text(model)
     if model and manifest is None:
         raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
     if manifest is not None and (shapes is not None or narrowing):
@@ -225,7 +227,7 @@ def tune(
     device: str | torch.device | None = None,
     *,
     manifest: str | os.PathLike[str] | None = None,
-    model: str = "",
+    model: str | Module = "",
     head_dim: int | None = None,
     seq_lens: Sequence[int] | None = None,
     batch_sizes: Sequence[int] | None = None,
@@ -256,7 +258,7 @@ def tune(
             of these dtypes alone, if any is given.
         device: where; the current CUDA device if there is one, else the CPU.
         manifest: a file that ``lz.record`` wrote, in place of shapes; the most frequent calls come first.
-        model: what the manifest must have been recorded of; a manifest of another model is an error.
+        model: what the manifest must have been recorded of, a name or the model; another one is an error.
         head_dim, seq_lens, batch_sizes: of the default grid, only attention with this head dim, with these lengths and
             batches in place of the grid's.
         layout: of attention's tensors or the caches; of what was called or recorded, calls in it alone.

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 import msgspec
 import torch
+from torch.nn import Module
 
 import layerzero
 from layerzero.core.errors import LayerZeroWarning
@@ -36,12 +37,21 @@ from layerzero.core.system import forking
 from layerzero.core.system.disk import check_place, write_whole
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
+from layerzero.inspection.plan_document import model_of
 from layerzero.tuning.measurement.jobs import Job
 
 FORMAT = 1
 
 STALE_DAYS = 7
 """A manifest older than this is used with a warning: programs change."""
+
+
+def model_text(model: str | Module) -> str:
+    """What a manifest says of a model: the given name, or the class and the hash of configuration and parameters."""
+    if isinstance(model, str):
+        return model
+    name, _, found = model_of(model)
+    return f"{name} {found}"
 
 
 class Recorded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
 
     @staticmethod
-    def load(path: str | os.PathLike[str], *, model: str = "") -> Manifest:
+    def load(path: str | os.PathLike[str], *, model: str | Module = "") -> Manifest:
         """Read a manifest; warn of one that is older than a week.
 
         Raises: ValueError for a file that is none, of another format, or of another model than the one given.
@@ -84,6 +94,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{path}: wanted a manifest that lz.record wrote: {error}") from error
         if manifest.format != FORMAT:
             raise ValueError(f"{path}: wanted a manifest of format {FORMAT}, got {manifest.format}; record it again")
+        model = model_text(model)
         if model and manifest.model != model:
             raise ValueError(f"{path}: wanted a manifest of the model {model!r}, got one of {manifest.model!r}")
         for recorded in manifest.calls:
@@ -146,7 +157,7 @@ def cases_of(manifest: Manifest) -> Iterator[tuple[Operation, Mapping[str, Any],
         yield REGISTRY.operation(name), params, list(cases.values())
 
 
-def jobs_of_file(path: str | os.PathLike[str], device: str, *, model: str = "") -> list[Job]:
+def jobs_of_file(path: str | os.PathLike[str], device: str, *, model: str | Module = "") -> list[Job]:
     """The calls of a manifest's file on a kind of device, as :func:`jobs_of` lists them.
 
     Raises: ValueError as :meth:`Manifest.load` does, and where all calls were made on other devices.
@@ -154,7 +165,7 @@ def jobs_of_file(path: str | os.PathLike[str], device: str, *, model: str = "") 
     return _read(path, device, model, jobs_of)
 
 
-def every_call_of_file(path: str | os.PathLike[str], device: str, *, model: str = "") -> list[Job]:
+def every_call_of_file(path: str | os.PathLike[str], device: str, *, model: str | Module = "") -> list[Job]:
     """Each call of a manifest's file on a kind of device, none standing for others. Raises: as :func:`jobs_of_file`."""
 
     def whole(manifest: Manifest, device: str) -> list[Job]:
@@ -173,7 +184,7 @@ def every_call_of(manifest: Manifest, device: str) -> list[Job]:
 
 
 def _read(
-    path: str | os.PathLike[str], device: str, model: str, listed: Callable[[Manifest, str], list[Job]]
+    path: str | os.PathLike[str], device: str, model: str | Module, listed: Callable[[Manifest, str], list[Job]]
 ) -> list[Job]:
     manifest = Manifest.load(path, model=model)
     try:
@@ -224,11 +235,11 @@ class Recording:
         model: what the program runs, for the reader of the manifest.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, *, model: str = "") -> None:
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, model: str | Module = "") -> None:
         if path is not None:
             check_place(path)
         self.path = path
-        self.model = model
+        self.model = model_text(model)
         self._counts: Counter[bytes] = Counter()
         self._lock = forking.lock()
         self._running = True
@@ -284,7 +295,7 @@ class Recording:
         self.stop()
 
 
-def record(path: str | os.PathLike[str] | None = None, *, model: str = "") -> Recording:
+def record(path: str | os.PathLike[str] | None = None, *, model: str | Module = "") -> Recording:
     """Record the calls that this process makes from now on, in all threads, until the recording is stopped.
 
         with lz.record("workload.json"):
@@ -293,7 +304,8 @@ def record(path: str | os.PathLike[str] | None = None, *, model: str = "") -> Re
 
     Args:
         path: a file for the manifest, written when the recording ends, with an error or without.
-        model: a name or hash of what the program runs, kept in the manifest.
+        model: what the program runs: a name, or the model, of which the manifest keeps class and hash of its
+            configuration and of its parameters' names, shapes and dtypes.
     Raises: OSError where the file could not be written, before anything is recorded.
     A model on meta or fake tensors may be recorded, whose calls would not fit into this machine: of meta tensors, as
     calls on the current CUDA device, or on the CPU where there is none.
