@@ -25,10 +25,8 @@ class RowsAligned(limit.OfTensors):
     size: str = "hidden"
 
     def problem(self, name: str, tensor: TensorFacts, facts: Facts, /) -> Reason | None:
-        wanted, got = (
-            math.gcd(MAX_ALIGNMENT_BYTES, facts.size(self.size) * tensor.dtype.itemsize),
-            tensor.row_alignment_bytes,
-        )
+        wanted = math.gcd(MAX_ALIGNMENT_BYTES, facts.size(self.size) * tensor.dtype.itemsize)
+        got = tensor.row_alignment_bytes
         return Reason(ReasonCode.MISALIGNED, name, f"{wanted} bytes", f"{got} bytes") if got < wanted else None
 
     def facts_named(self) -> tuple[str, ...]:

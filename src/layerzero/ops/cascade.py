@@ -287,11 +287,8 @@ FLAT = (*paged.DECODE_PAGED, NAME)
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     name = "cascade_attention"
     check_dense(name, arguments)
-    tables, layout, shared = (
-        (arguments["block_tables"], arguments["context_lens"]),
-        arguments["layout"],
-        arguments["shared_blocks"],
-    )
+    tables = arguments["block_tables"], arguments["context_lens"]
+    layout, shared = arguments["layout"], arguments["shared_blocks"]
     problems = table_problems(*tables) + shape_problems(arguments, ("query",), 4) + cache_problems(arguments)
     refuse(name, problems)
     check_queries(name, arguments, one_token="")
@@ -337,12 +334,6 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
 
 CASCADE_ATTENTION = Function(
-    name="cascade_attention",
-    signature=cascade_attention,
-    route=_route,
-    operations=(CASCADE,),
-    draw=_draw,
-    weight=1,
-    state=frozenset({"sdpa"}),
+    "cascade_attention", cascade_attention, _route, (CASCADE,), _draw, 1, state=frozenset({"sdpa"})
 )
 FUNCTIONS = (MERGE_ATTENTION_STATES, CASCADE_ATTENTION)

@@ -201,11 +201,8 @@ def _draw_batched(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
 def _draw_grouped(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw rows, weights, and where each group ends; some are empty."""
-    groups, rows, inputs = (
-        draw.of((1, 2, 3, 5, 8)),
-        draw.of((0, 1, 2, 5, 17, 40), (1, 3, 3, 3, 3, 3)),
-        draw.of(FEATURES),
-    )
+    groups, rows = draw.of((1, 2, 3, 5, 8)), draw.of((0, 1, 2, 5, 17, 40), (1, 3, 3, 3, 3, 3))
+    inputs = draw.of(FEATURES)
     arguments: dict[str, Any] = {"input": draw.laid_out(draw.normal((rows, inputs), dtype))}
     arguments |= _stack(draw, dtype, groups, inputs)
     group_ends = draw.integers((groups,), rows, torch.int32).sort().values

@@ -29,16 +29,7 @@ from layerzero.ops.attention.route import score_problems
 from layerzero.ops.attention.sweep import extent_of
 from layerzero.ops.declaration import check_dense, shape_problems
 from layerzero.ops.draw import Draw
-from layerzero.ops.paged.declare import (
-    BOUND,
-    MAX_CONTEXT_LEN,
-    PAGES,
-    STEP,
-    bound_of,
-    check_pages,
-    parts,
-    table_examples,
-)
+from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged.draw import fill, tables
 from layerzero.ops.paged.pages import gathered
 from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
@@ -130,7 +121,7 @@ def _check_values(
     ckv_cache: Tensor, block_tables: Tensor, context_lens: Tensor, step: StepMetadata | None = None, **_: object
 ) -> list[Check]:
     """Values on the device, besides places and counts: lengths within the step's bound, pages that have memory."""
-    return check_pages(ckv_cache, block_tables, context_lens, step)
+    return paged.check_pages(ckv_cache, block_tables, context_lens, step)
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
@@ -145,7 +136,7 @@ def _work(facts: Mapping[str, Any]) -> Work:
 def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """Tables as for decoding, and planes that are columns of one tensor, which every kernel reads."""
     size = case.sizes
-    made = table_examples(case, dtype, device, generator)
+    made = paged.table_examples(case, dtype, device, generator)
     shape = (size["pages"], size["page_size"], size["latent_dim"] + size["rope_dim"])
     where = device if generator is None else generator.device
     both = torch.randn(shape, generator=generator, device=where).to(device, dtype)
@@ -175,13 +166,18 @@ MLA_DECODE_PAGED = attn.operation(
         TensorSchema("context_lens", ("batch",), INT32, same_dtype=False, counts=("max_blocks", "page_size")),
     ),
     outputs=attn.results("batch", "seq_q", width="latent_dim"),
-    params=(Param("scale", float, REQUIRED, example=_USUAL_SCALE, works=False), attn.RETURN_LSE, MAX_CONTEXT_LEN, STEP),
+    params=(
+        Param("scale", float, REQUIRED, example=_USUAL_SCALE, works=False),
+        attn.RETURN_LSE,
+        paged.MAX_CONTEXT_LEN,
+        paged.STEP,
+    ),
     axes=(
         Axis("batch", scales=True, live=True, beside=True, apart=True),
         Axis("heads", scales=True, beside=True),
         Axis("seq_q", scales=True, live=True, codes=attn.LENGTH),
         Axis("context_bound", scales=True),
-        *PAGES,
+        *paged.PAGES,
         Axis("latent_dim", codes=attn.HEAD_DIM),
         Axis("rope_dim", codes=attn.HEAD_DIM),
     ),
@@ -192,13 +188,13 @@ MLA_DECODE_PAGED = attn.operation(
     ),
     tolerance_reason="the attention contract; scores sum up more products, in float32",
     aliases={each: fact for each, fact in attn.ALIASES.items() if fact in ("batch", "seq_q", "heads")},
-    derive=bound_of,
-    derived_from=BOUND,
+    derive=paged.bound_of,
+    derived_from=paged.BOUND,
     work=_work,
     check_values=_check_values,
     examples=_examples,
     scratch=_scratch,
-    parts=parts,
+    parts=paged.parts,
     sweep=_sweep,
 )
 OPERATIONS = (MLA_DECODE_PAGED,)
@@ -268,9 +264,7 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return arguments
 
 
-MLA_ATTENTION = Function(
-    name=_FUNCTION, signature=mla_attention, route=_route, operations=OPERATIONS, draw=_draw, state=frozenset({"sdpa"})
-)
+MLA_ATTENTION = Function(_FUNCTION, mla_attention, _route, OPERATIONS, _draw, state=frozenset({"sdpa"}))
 FUNCTIONS = (MLA_ATTENTION,)
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     "attention.mla.decode": ((MLA_DECODE_PAGED.name,), {}),

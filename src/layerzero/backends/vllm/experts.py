@@ -159,10 +159,8 @@ def _load_marlin(facts: Facts, owner: str, pack: Callable[..., tuple[Form, int]]
         input, *_weights, expert_ids, expert_weights = tensors
         first, second = (each.form((owner, dtype), made) for each in (packed_gate_up, packed_down))
         tokens, top_k = expert_ids.shape
-        ids, shares = (
-            expert_ids.to(torch.int32).contiguous().remainder(experts + 1),
-            expert_weights.to(torch.float32).contiguous(),
-        )
+        ids = expert_ids.to(torch.int32).contiguous().remainder(experts + 1)
+        shares = expert_weights.to(torch.float32).contiguous()
         block = block_size(tokens, top_k, experts)
         blocks = aligned(align, ids, experts, block, of_map)
 

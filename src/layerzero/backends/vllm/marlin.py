@@ -79,11 +79,8 @@ _OF_ROWS = ("dtype", "weight_dtype", "out_features", "in_features")
 def _load_by_row(facts: Facts) -> Callable[..., Any]:
     """float8 with scales of outputs, or one for all, which no handle holds: behind a product whose scales are 1."""
     name, dtype, product = "vllm.marlin_fp8_rows", facts.tensors["input"].dtype, marlin(facts, E4M3)
-    call, ndim, features = (
-        grouped_weights.of_call(name, facts, _OF_ROWS),
-        facts["input_ndim"],
-        facts.size("in_features"),
-    )
+    call = grouped_weights.of_call(name, facts, _OF_ROWS)
+    ndim, features = facts["input_ndim"], facts.size("in_features")
 
     def made(weight: Tensor | QuantizedWeight) -> tuple[tuple[Any, ...], int]:
         grouped_weights.made_for(call)

@@ -48,11 +48,8 @@ from layerzero.ops.sampling.formulas import of_row, penalised
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
-    operator, empty_like, hidden = (
-        operators("_C.abi3.so", "_C").rms_norm.default,
-        torch.empty_like,
-        facts.size("hidden"),
-    )
+    operator = operators("_C.abi3.so", "_C").rms_norm.default
+    empty_like, hidden = torch.empty_like, facts.size("hidden")
     contiguous = torch.contiguous_format
 
     def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:

@@ -177,11 +177,8 @@ def random_weight(of: WeightFormat, outputs: int, inputs: int, device: Any, gene
 
 def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
     """The weight of a case; of sizes that its format does not have none, which is no call."""
-    of, outputs, inputs = (
-        WeightFormat.of(str(case.params["weight_format"])),
-        case.sizes["out_features"],
-        case.sizes["in_features"],
-    )
+    of = WeightFormat.of(str(case.params["weight_format"]))
+    outputs, inputs = case.sizes["out_features"], case.sizes["in_features"]
     if format_problems(of) or scheme_of(of).size_problems(of, outputs, inputs):
         return {"weight": torch.empty(0, 0, dtype=torch.uint8, device=device)}
     return random_weight(of, outputs, inputs, device, generator)
@@ -190,12 +187,8 @@ def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: R
 def _parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
     """The first rows and outputs, and the last."""
     rows, outputs, inputs = facts.size("rows"), facts.size("out_features"), facts.size("in_features")
-    of, given, bias, found = (
-        WeightFormat.of(arguments["weight_format"]),
-        fields_of(arguments),
-        arguments.get("bias"),
-        [],
-    )
+    of, given, bias = WeightFormat.of(arguments["weight_format"]), fields_of(arguments), arguments.get("bias")
+    found: list[Part] = []
     step = scheme_of(of).step(of, inputs)
     for row, output in ((0, 0), (max(rows - declare.ROWS, 0), max(outputs - declare.OUTPUTS, 0) // step * step)):
         stop = outputs if output else min(-(-declare.OUTPUTS // step) * step, outputs)

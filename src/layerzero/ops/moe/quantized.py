@@ -69,15 +69,11 @@ _DERIVED |= dict.fromkeys((*WEIGHT_FACTS, "formats_alike"), ())
 
 def _work(facts: Mapping[str, Any]) -> Work:
     """As of experts that are not quantised, with the bits of their formats."""
-    tokens, chosen, read = (
-        facts["tokens"],
-        facts["tokens"] * facts["top_k"],
-        min(facts["experts"], facts["tokens"] * facts["top_k"]),
-    )
+    tokens, chosen = facts["tokens"], facts["tokens"] * facts["top_k"]
     sizes = facts["hidden"] * facts["joined_features"], facts["hidden"] * facts["inner_features"]
     formats = map(WeightFormat.of, (facts["gate_up_format"], facts["down_format"]))
     bits = [scheme_of(of).bits(of, facts["scale_dtype"]) for of in formats]
-    weights = read * sum(size * each / 8 for size, each in zip(sizes, bits, strict=True))
+    weights = min(facts["experts"], chosen) * sum(size * each / 8 for size, each in zip(sizes, bits, strict=True))
     return Work(2.0 * chosen * sum(sizes), weights + float(2 * tokens * facts["hidden"] * facts["dtype"].itemsize))
 
 

@@ -59,10 +59,8 @@ def quantize_weight(
     """
     whole = _WHOLE.fullmatch(format) if isinstance(format, str) else None
     if whole is not None:
-        zeros, group = (
-            "stored" if zero_points else "none",
-            128 if group_size is None else 0 if group_size == -1 else group_size,
-        )
+        zeros = "stored" if zero_points else "none"
+        group = 128 if group_size is None else 0 if group_size == -1 else group_size
         of = WeightFormat("compressed-tensors", bits=int(whole[1]), group=group, zeros=zeros)
         problems = format_problems(of)
     else:

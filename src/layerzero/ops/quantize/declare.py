@@ -262,17 +262,14 @@ def _quantize(of: Format) -> Operation:
     unsaid: Callable[[Mapping[str, Any]], Tensor] = _unsaid_nowhere
     if of in SCALED:
         cases += [
-            Case("rows", _sizes(of, 33, 96), {"per": "row"}),
-            Case("decode_rows", _sizes(of, 1, 4096), {"per": "row"}),
-            Case("batch_decode_rows", _sizes(of, 64, 4096), {"per": "row"}),
-            Case("prefill_rows", _sizes(of, 512, 4096), {"per": "row"}),
+            *(
+                Case("rows" if name == "small" else f"{name}_rows", _sizes(of, *shape), {"per": "row"})
+                for name, shape in _SHAPES.items()
+            ),
             Case("blocks", _sizes(of, 33, 96), {"per": "block", "block_size": 32}),
         ]
-        compute, quotients, unsaid = (
-            formats.quantize_scaled,
-            _scaled_quotients,
-            functools.partial(_unsaid_scales, of=of),
-        )
+        compute, quotients = formats.quantize_scaled, _scaled_quotients
+        unsaid = functools.partial(_unsaid_scales, of=of)
         optional = (SCALE,)
         more = {"params": (PER, BLOCK_SIZE), "derive": _granularity, "derived_from": {"granularity": ()}}
     cases += [Case(f"given_{each.name}", _sizes(of, 33, 96), given=(each.name,)) for each in optional]

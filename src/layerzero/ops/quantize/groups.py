@@ -241,11 +241,8 @@ class Grouped(Scheme):
         return self.encoded(of, codes)
 
     def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
-        group, bits, permuted = (
-            draw.of((0, 8, 16, 32, 64, 128)),
-            draw.of(self.widths),
-            self.permuted and draw.chance(0.3),
-        )
+        group, bits = draw.of((0, 8, 16, 32, 64, 128)), draw.of(self.widths)
+        permuted = self.permuted and draw.chance(0.3)
         of = WeightFormat(self.name, bits=bits, group=group, zeros=draw.of(self.zeros), permuted=permuted)
         unit = 1 if self.name == "compressed-tensors" else 32
         outputs = draw.of((1, 2, 3, 7, 33, 64, 100)) * unit if unit == 1 else draw.of((32, 64, 96, 160))

@@ -288,13 +288,5 @@ def scores(draw: Draw, head_dim: int) -> dict[str, Any]:
     return arguments
 
 
-RAGGED_ATTENTION = Function(
-    name=NAME,
-    signature=ragged_attention,
-    route=route,
-    operations=OPERATIONS,
-    draw=_draw,
-    weight=3,
-    state=frozenset({"sdpa"}),
-)
+RAGGED_ATTENTION = Function(NAME, ragged_attention, route, OPERATIONS, _draw, 3, state=frozenset({"sdpa"}))
 FUNCTIONS = (RAGGED_ATTENTION,)

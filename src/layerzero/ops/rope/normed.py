@@ -21,26 +21,6 @@ from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.attention.layout import both_fit
 from layerzero.ops.declaration import check_dense, eps_problems, operation, tensor
 from layerzero.ops.rope import declare, draw, stock
-from layerzero.ops.rope.declare import (
-    AXES,
-    CASES,
-    COS_SIN,
-    INTERLEAVED,
-    LAYOUTS,
-    OF_TABLE,
-    PAIR,
-    PAIR_OUT,
-    POSITIONS,
-    QUERY,
-    case,
-    complete,
-    of_table,
-    rotated,
-    sweep,
-    wide_dtype,
-    work,
-)
-from layerzero.ops.rope.declare import examples as rope_examples
 from layerzero.ops.rope.route import named_layout, resolve, routed, shape_problems, size_problems, varying
 
 TOLERANCE = {
@@ -87,13 +67,14 @@ def qk_norm_rope_reference(
     Units: eps in x^2.
     Source: Qwen3, arXiv:2505.09388; one plus the weight as Gemma 3, arXiv:2503.19786; RoFormer, arXiv:2104.09864.
     """
-    wide = wide_dtype(query, cos, sin)
+    wide = declare.wide_dtype(query, cos, sin)
     rows = [each.to(wide) for each in stock.rows_of(cos, sin, positions, query.shape[-3])]
-    first, second = (
-        rotated(normed(tensor, weight, eps, plus_one, wide), *rows, interleaved=interleaved, wide=wide).to(tensor.dtype)
-        for tensor, weight in ((query, q_weight), (key, k_weight))
-    )
-    return first, second
+
+    def one(tensor: Tensor, weight: Tensor) -> Tensor:
+        scaled = normed(tensor, weight, eps, plus_one, wide)
+        return declare.rotated(scaled, *rows, interleaved=interleaved, wide=wide).to(tensor.dtype)
+
+    return one(query, q_weight), one(key, k_weight)
 
 
 def lengths_of_pairs(tensor: Tensor, rotary_half: int, *, interleaved: bool) -> Tensor:
@@ -135,13 +116,13 @@ def norm_examples(
 
 
 def _examples(case_: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
-    made = rope_examples(case_, dtype, device, generator)
+    made = declare.examples(case_, dtype, device, generator)
     return made | norm_examples(case_, dtype, device, generator, case_.sizes["head_dim"])
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
     """What a rotation does, and four operations an element."""
-    rotation = work(facts)
+    rotation = declare.work(facts)
     elements = facts["batch"] * facts["seq"] * (facts["heads"] + facts["kv_heads"]) * facts["head_dim"]
     return Work(rotation.flops + 4.0 * elements, rotation.bytes)
 
@@ -156,28 +137,28 @@ QK_NORM_ROPE = operation(
     "posenc.qk_norm_rope",
     "Root mean square norm of each head of queries and keys, then rotary positions",
     qk_norm_rope_reference,
-    inputs=(*PAIR, "q_weight: head_dim", "k_weight: head_dim", *COS_SIN, POSITIONS),
-    outputs=PAIR_OUT,
-    params=(INTERLEAVED, EPS, PLUS_ONE),
-    axes=AXES,
-    layouts=LAYOUTS,
+    inputs=(*declare.PAIR, "q_weight: head_dim", "k_weight: head_dim", *declare.COS_SIN, declare.POSITIONS),
+    outputs=declare.PAIR_OUT,
+    params=(declare.INTERLEAVED, EPS, PLUS_ONE),
+    axes=declare.AXES,
+    layouts=declare.LAYOUTS,
     cases=(
-        case("small", 2, 7, 4, 2, 64),
-        case("small_interleaved", 1, 9, 4, 4, 64, interleaved=True),
-        case("small_partial_plus_one", 2, 5, 4, 2, 80, 16, plus_one=True),
-        case("qwen3_8b_decode_b1", 1, 1, 32, 8, 128),
-        case("qwen3_8b_decode_b64", 64, 1, 32, 8, 128),
-        case("qwen3_8b_s512", 1, 512, 32, 8, 128),
+        declare.case("small", 2, 7, 4, 2, 64),
+        declare.case("small_interleaved", 1, 9, 4, 4, 64, interleaved=True),
+        declare.case("small_partial_plus_one", 2, 5, 4, 2, 80, 16, plus_one=True),
+        declare.case("qwen3_8b_decode_b1", 1, 1, 32, 8, 128),
+        declare.case("qwen3_8b_decode_b64", 64, 1, 32, 8, 128),
+        declare.case("qwen3_8b_s512", 1, 512, 32, 8, 128),
     ),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
     judge=judged_by_pairs(qk_norm_rope_reference, ("query_out", "key_out")),
-    derive=of_table,
-    derived_from=OF_TABLE,
+    derive=declare.of_table,
+    derived_from=declare.OF_TABLE,
     examples=_examples,
-    complete=complete,
+    complete=declare.complete,
     work=_work,
-    sweep=sweep,
+    sweep=declare.sweep,
     stock=stock.qk_norm_rope,
 )
 
@@ -229,9 +210,9 @@ def rope_one_reference(
     Shapes: input (..., S, H, D), cos and sin (P, R/2), positions (..., S) or (S,), 0 to S-1 without → input's
     Dtype, units and source: as of ``posenc.rope``.
     """
-    wide = wide_dtype(input, cos, sin)
+    wide = declare.wide_dtype(input, cos, sin)
     rows = [each.to(wide) for each in stock.rows_of(cos, sin, positions, input.shape[-3])]
-    return rotated(input, *rows, interleaved=interleaved, wide=wide)
+    return declare.rotated(input, *rows, interleaved=interleaved, wide=wide)
 
 
 def _complete_one(sizes: Mapping[str, int]) -> Mapping[str, int]:
@@ -250,7 +231,7 @@ def _alone(of: Iterable[Case]) -> tuple[Case, ...]:
 
 def _examples_of_one(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Tensor]:
     pair = Case(case.name, {**case.sizes, "kv_heads": 1}, case.params, case.given)
-    made = rope_examples(pair, dtype, device, generator)
+    made = declare.examples(pair, dtype, device, generator)
     return {"input": made["query"], **{name: made[name] for name in ("cos", "sin", "positions")}}
 
 
@@ -258,9 +239,9 @@ ROPE_ONE = operation(
     "posenc.rope.one",
     "Rotary positions of one tensor",
     rope_one_reference,
-    inputs=(tensor(f"input: {' '.join(QUERY)}", has_layout=True), *COS_SIN, POSITIONS),
-    outputs=(tensor(f"output: {' '.join(QUERY)}", has_layout=True),),
-    params=(INTERLEAVED,),
+    inputs=(tensor(f"input: {' '.join(declare.QUERY)}", has_layout=True), *declare.COS_SIN, declare.POSITIONS),
+    outputs=(tensor(f"output: {' '.join(declare.QUERY)}", has_layout=True),),
+    params=(declare.INTERLEAVED,),
     axes=(
         Axis("batch", scales=True, live=True, beside=True, apart=True, leading=True),
         Axis("seq", scales=True, live=True),
@@ -268,16 +249,16 @@ ROPE_ONE = operation(
         Axis("table", live=True, works=False),
         Axis("head_dim", codes=HEAD_DIM),
     ),
-    layouts=LAYOUTS,
-    cases=_alone(CASES),
+    layouts=declare.LAYOUTS,
+    cases=_alone(declare.CASES),
     tolerance=declare.TOLERANCE,
     tolerance_reason=declare.TOLERANCE_REASON,
-    derive=of_table,
-    derived_from=OF_TABLE,
+    derive=declare.of_table,
+    derived_from=declare.OF_TABLE,
     examples=_examples_of_one,
     complete=_complete_one,
-    work=work,
-    sweep=lambda device, narrow: _alone(sweep(device, narrow)),
+    work=declare.work,
+    sweep=lambda device, narrow: _alone(declare.sweep(device, narrow)),
     stock=stock.rope_one,
 )
 

@@ -17,18 +17,8 @@ from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Random, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.declaration import check_dense, eps_problems, operation, tensor
-from layerzero.ops.rope import draw, stock
+from layerzero.ops.rope import draw, normed, stock
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, OF_TABLE, POSITIONS, cos_sin, of_table, rotated, wide_dtype
-from layerzero.ops.rope.normed import (
-    EPS,
-    PLUS_ONE,
-    TOLERANCE,
-    TOLERANCE_REASON,
-    both_weights,
-    judged_by_pairs,
-    norm_examples,
-    normed,
-)
 from layerzero.ops.rope.route import size_problems, varying
 from layerzero.ops.rope.stock import parts
 
@@ -58,7 +48,7 @@ def split_qkv_norm_rope_reference(
     query, key, value = parts(qkv, heads, kv_heads)
     turned = []
     for each, weight in ((query, q_weight), (key, k_weight)):
-        before = each.to(wide) if weight is None else normed(each, weight, eps, plus_one, wide)
+        before = each.to(wide) if weight is None else normed.normed(each, weight, eps, plus_one, wide)
         turned.append(rotated(before, *rows, interleaved=interleaved, wide=wide).to(qkv.dtype))
     return turned[0], turned[1], value.clone(memory_format=torch.contiguous_format)
 
@@ -94,7 +84,7 @@ def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: R
     heads: Any = params["heads"]
     kv_heads: Any = params["kv_heads"]
     width = size["features"] // (heads + 2 * kv_heads)
-    return {"cos": cos, "sin": sin, **norm_examples(case, dtype, device, generator, width)}
+    return {"cos": cos, "sin": sin, **normed.norm_examples(case, dtype, device, generator, width)}
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
@@ -127,7 +117,13 @@ SPLIT_QKV_NORM_ROPE = operation(
         tensor("k_weight: head_dim", required=False),
     ),
     outputs=("query: ... seq heads head_dim", "key: ... seq kv_heads head_dim", "value: ... seq kv_heads head_dim"),
-    params=(Param("heads", int, example=4), Param("kv_heads", int, example=2), INTERLEAVED, EPS, PLUS_ONE),
+    params=(
+        Param("heads", int, example=4),
+        Param("kv_heads", int, example=2),
+        INTERLEAVED,
+        normed.EPS,
+        normed.PLUS_ONE,
+    ),
     axes=(
         Axis("batch", scales=True, live=True, beside=True, apart=True, leading=True),
         Axis("seq", scales=True, live=True),
@@ -144,9 +140,9 @@ SPLIT_QKV_NORM_ROPE = operation(
         _case("qwen3_8b_decode_b64", (64, 1), 32, 8, 128, norm=True),
         _case("qwen3_8b_s512", (1, 512), 32, 8, 128, norm=True),
     ),
-    tolerance=TOLERANCE,
-    tolerance_reason=TOLERANCE_REASON,
-    judge=judged_by_pairs(split_qkv_norm_rope_reference, ("query", "key")),
+    tolerance=normed.TOLERANCE,
+    tolerance_reason=normed.TOLERANCE_REASON,
+    judge=normed.judged_by_pairs(split_qkv_norm_rope_reference, ("query", "key")),
     derive=_derive,
     derived_from={**OF_TABLE, "head_dim": ("features",)},
     examples=_examples,
@@ -227,7 +223,7 @@ def _qkv_problems(arguments: dict[str, Any]) -> list[str]:
     if not problems and (qkv.shape[-1] % (heads + 2 * kv_heads) or not qkv.shape[-1]):
         wanted = f"{heads} + 2 * {kv_heads} heads of one width in the last axis"
         problems.append(f"qkv: wanted {wanted}, a multiple of {heads + 2 * kv_heads}, got {qkv.shape[-1]}")
-    problems += both_weights(arguments)
+    problems += normed.both_weights(arguments)
     return problems
 
 

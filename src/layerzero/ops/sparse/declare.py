@@ -339,12 +339,6 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
 
 SPARSE_ATTENTION = Function(
-    name="sparse_attention",
-    signature=sparse_attention,
-    route=_route,
-    operations=OPERATIONS,
-    draw=_draw,
-    weight=1,
-    state=frozenset({"sdpa"}),
+    "sparse_attention", sparse_attention, _route, OPERATIONS, _draw, 1, state=frozenset({"sdpa"})
 )
 FUNCTIONS = (SPARSE_ATTENTION,)

@@ -203,11 +203,5 @@ def _draw(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
 
 VARIABLE_SPARSE_ATTENTION = Function(
-    name=FUNCTION_NAME,
-    signature=variable_sparse_attention,
-    route=_route,
-    operations=(VARIABLE_SPARSE,),
-    draw=_draw,
-    weight=1,
-    state=frozenset({"sdpa"}),
+    FUNCTION_NAME, variable_sparse_attention, _route, (VARIABLE_SPARSE,), _draw, 1, state=frozenset({"sdpa"})
 )

@@ -76,54 +76,10 @@ CODE = (
 NUMBERS = ("0", "007", "1234567890", "3.14159", "1,000,000", "1e-5", "٣٤٥", "१२३४", "²³", "Ⅷ", "½", "10²³x", "１２３")
 
 WORDS = (
-    *(
-        "'s",
-        "'S",
-        "'ll",
-        "'LL",
-        "'ſ",
-        "’s",
-        "don't",
-        "DON'T",
-        "I'm'd",
-        "'",
-        "''s",
-        "it's's",
-        "x're ",
-        "'\n's",
-        "_a_",
-        "a_b",
-    ),
-    *(
-        "camelCaseHTTPServer",
-        "HTTPServer",
-        "ABCdef",
-        "abcDEF",
-        "aB",
-        "Ǆabc",
-        "ΑΒΓαβγ",
-        "éÉ",
-        "iPhone15Pro",
-        "ﬁn",
-        "K\u212a",
-    ),
-    *(
-        "...",
-        "?!?!",
-        "-->",
-        "=>>",
-        "!\n",
-        "/\n/",
-        "!/\n\n/a",
-        "#\r\n\r\n",
-        "\u2014a",
-        "a/b",
-        "(a)",
-        "«a»",
-        "“a”",
-        "!!a!!",
-        "\ufffd",
-    ),
+    *("'s", "'S", "'ll", "'LL", "'ſ", "’s", "don't", "DON'T", "I'm'd", "'", "''s", "it's's", "x're ", "'\n's"),
+    *("_a_", "a_b", "camelCaseHTTPServer", "HTTPServer", "ABCdef", "abcDEF", "aB", "Ǆabc", "ΑΒΓαβγ", "éÉ"),
+    *("iPhone15Pro", "ﬁn", "K\u212a", "...", "?!?!", "-->", "=>>", "!\n", "/\n/", "!/\n\n/a", "#\r\n\r\n"),
+    *("\u2014a", "a/b", "(a)", "«a»", "“a”", "!!a!!", "\ufffd"),
 )
 
 MARKERS = (
@@ -137,26 +93,7 @@ CONTROLS = tuple(chr(code) for code in (*range(1, 32), *range(127, 160)))
 
 def _runs() -> Iterator[str]:
     """Runs of one thing: what a quadratic pattern, a cache by word and a limit by length show themselves on."""
-    for piece in (
-        "a",
-        "A",
-        " ",
-        "\n",
-        "\t",
-        "1",
-        "!",
-        "é",
-        "中",
-        "👍",
-        "\u0301",
-        "ab",
-        "a ",
-        " a",
-        "\r\n",
-        "=-",
-        "\u00a0",
-        "aA",
-    ):
+    for piece in (*"aA \n\t1!é中👍\u0301", "ab", "a ", " a", "\r\n", "=-", "\u00a0", "aA"):
         for count in (2, 3, 4, 7, 8, 9, 16, 31, 64, 129, 700):
             yield piece * count
             yield f"x{piece * count}y"
@@ -182,20 +119,8 @@ def _mixtures(count: int, specials: Sequence[str]) -> Iterator[str]:
     """Random mixtures of everything, of one to forty pieces."""
     drawn = random.Random(SEED + 1)
     words = [word for line in SCRIPTS for word in line.split(" ")]
-    kinds = [
-        words,
-        words,
-        EMOJI,
-        MARKS,
-        SPACES,
-        SPACES,
-        NUMBERS,
-        WORDS,
-        CODE,
-        CONTROLS,
-        MARKERS,
-        list(specials) or words,
-    ]
+    kinds = [words, words, EMOJI, MARKS, SPACES, SPACES, NUMBERS, WORDS, CODE, CONTROLS, MARKERS]
+    kinds.append(list(specials) or words)
     letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
     for _ in range(count):
         pieces = []

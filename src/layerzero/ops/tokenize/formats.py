@@ -329,11 +329,8 @@ def _of_transformers(value: Any) -> Tokenizer:
     backend = getattr(value, "backend_tokenizer", None)
     made = _of_python(value, name) if backend is None else _of_native(backend, name)
     made.parses = not value.split_special_tokens
-    made.pad_id, made.pads_left, made.cuts_left = (
-        value.pad_token_id,
-        value.padding_side == "left",
-        value.truncation_side == "left",
-    )
+    made.pad_id = value.pad_token_id
+    made.pads_left, made.cuts_left = value.padding_side == "left", value.truncation_side == "left"
     made.most = value.model_max_length if value.model_max_length < 10**9 else None
     return made
 
