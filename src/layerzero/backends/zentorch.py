@@ -64,7 +64,7 @@ from layerzero.ops.attention.layout import by_group
 from layerzero.ops.attention.limits import SquareCausal
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.linear import packed_blocks
-from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
+from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight, with_size
 from layerzero.ops.linear.quantized import QUANTIZED
 from layerzero.ops.quantize.weight_format import Codes
 
@@ -191,17 +191,16 @@ _FUSED: dict[str | None, str] = {None: "none", "gelu": "gelu_erf", "gelu_tanh": 
 """Its names of what it applies rightly."""
 
 
-def _pack(weight: Tensor) -> tuple[Tensor, int]:
-    packed = operators().zentorch_weight_prepack_for_linear.default(weight)
-    return packed, packed.nbytes
+def _packing() -> Pack:
+    return with_size(operators().zentorch_weight_prepack_for_linear.default)
 
 
 def _product(_: Facts, activation: str | None) -> packed_blocks.Product:
-    operator = operators().zentorch_linear_unary.default
+    operator, pack = operators().zentorch_linear_unary.default, _packing()
     fused, after = _FUSED.get(activation, "none"), None if activation in _FUSED else IN_PLACE[str(activation)]
 
     def run(rows: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
-        form = packed.form("zentorch.linear", _pack)
+        form = packed.form("zentorch.linear", pack)
         output: Tensor = operator(rows, form, bias, is_weight_prepacked=True, post_op=fused)
         return output if after is None else after(output)
 
@@ -209,29 +208,25 @@ def _product(_: Facts, activation: str | None) -> packed_blocks.Product:
 
 
 def _times(_: Facts) -> packed_blocks.Times:
-    operator = operators().zentorch_linear_unary_binary.default
+    operator, pack = operators().zentorch_linear_unary_binary.default, _packing()
 
     def times(rows: Tensor, packed: PackedWeight, bias: Tensor | None, other: Tensor) -> Tensor:
-        form = packed.form("zentorch.linear", _pack)
+        form = packed.form("zentorch.linear", pack)
         output: Tensor = operator(rows, form, other, bias, is_weight_prepacked=True, post_op_1="none", post_op_2="mul")
         return output
 
     return times
 
 
-def _pack_int8(weight: Tensor) -> tuple[Tensor, int]:
-    packed = operators().zentorch_weight_prepack_for_dynamic_qlinear.default(weight)
-    return packed, packed.nbytes
-
-
 def _load_int8(facts: Facts) -> Callable[..., Any]:
     operator, outputs = operators().zentorch_dynamic_qlinear.default, facts.size("out_features")
+    pack = with_size(operators().zentorch_weight_prepack_for_dynamic_qlinear.default)
 
     def run(
         input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None, packed: PackedWeight
     ) -> Tensor:
         scales = weight_scale.reshape(-1).expand(outputs).contiguous()
-        form = packed.form("zentorch.int8", _pack_int8)
+        form = packed.form("zentorch.int8", pack)
         output: Tensor = operator(input, form, scales, bias, is_weight_prepacked=True)
         return output
 

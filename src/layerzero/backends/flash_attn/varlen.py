@@ -196,8 +196,7 @@ _RAGGED = (
 def _paged(*lens: str) -> tuple[Limit, ...]:
     return (
         *_SHAPES,
-        limit.last_stride_one("query", "key_cache", "value_cache"),
-        limit.last_stride_one("block_tables"),
+        limit.last_stride_one("query", "key_cache", "value_cache", "block_tables"),
         limit.contiguous(*lens),
         limit.aligned(16, "query", "key_cache", "value_cache"),
     )

@@ -49,6 +49,8 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.ops.rope.split import rope
 
+_DTYPES = limit.dtype("float32", "float16", "bfloat16")
+
 
 def activation(build: Build) -> Sequence[Kernel]:
     """Declare what the repository serves on the build's platform."""
@@ -70,7 +72,7 @@ def activation(build: Build) -> Sequence[Kernel]:
 
         return loaded
 
-    dense = (limit.dtype("float32", "float16", "bfloat16"), limit.contiguous("input"), limit.aligned(16, "input"))
+    dense = (_DTYPES, limit.contiguous("input"), limit.aligned(16, "input"))
     halves = (*dense, limit.dim("joined", multiple=8))
     rows = (*dense, limit.dim("features", multiple=8))
     found = [build.kernel("silu_mul", "mlp.silu_mul.joined", load=load("silu_and_mul", halves=True), limits=halves)]
@@ -85,7 +87,7 @@ def activation(build: Build) -> Sequence[Kernel]:
     ]
 
 
-_NARROW = (limit.arch(min=(8, 9)), limit.dtype("float32", "float16", "bfloat16"), limit.contiguous("input"))
+_NARROW = (limit.arch(min=(8, 9)), _DTYPES, limit.contiguous("input"))
 
 
 def quantization(build: Build) -> Sequence[Kernel]:
@@ -139,9 +141,6 @@ def attention(build: Build) -> Sequence[Kernel]:
     return (dataclasses.replace(declared, **fields, load=load, aliases=(), priority_since={}, graph_safe=False),)
 
 
-_DTYPES = limit.dtype("float32", "float16", "bfloat16")
-
-
 def norms(build: Build) -> Sequence[Kernel]:
     """Declare what the repository serves."""
     return _rmsnorm(build) if build.name == "rmsnorm" else _layer_norm(build)
@@ -166,59 +165,35 @@ def _rmsnorm(build: Build) -> Sequence[Kernel]:
 
 
 def _layer_norm(build: Build) -> Sequence[Kernel]:
-    def load_rms(facts: Facts) -> Callable[..., Any]:
-        norm, hidden = _forward(build, rms=True), facts.size("hidden")
+    def load(facts: Facts) -> Callable[..., Any]:
+        """The norm alone: no dropout, no residual, no scales of rows and columns, no subsets."""
+        compute, hidden, rms = build.module().dropout_add_ln_fwd, facts.size("hidden"), facts["operation"] == "norm.rms"
+        middle = None, None, None, None, 0.0
 
-        def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-            return norm(input.view(-1, hidden), weight, None, eps).view(input.shape)
-
-        return run
-
-    def load_layer(facts: Facts) -> Callable[..., Any]:
-        norm, hidden = _forward(build, rms=False), facts.size("hidden")
-
-        def run(
-            input: Tensor, *, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor, eps: float
-        ) -> Tensor:
+        def run(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, **_: object) -> Tensor:
+            if bias is not None:
+                weight, bias = weight.view(hidden), bias.view(hidden)
             rows = input.view(-1, hidden)
-            return norm(rows, weight.view(hidden), bias.view(hidden), eps).view(input.shape)
+            output: Tensor = compute(rows, weight, bias, *middle, eps, 1.0, 0, None, False, rms)[0]
+            return output.view(input.shape)
 
         return run
 
-    shared = (_DTYPES, limit.dim("hidden", max=8192, multiple=8))
+    def limits(*tensors: str) -> tuple[limit.Limit, ...]:
+        shared = _DTYPES, limit.dim("hidden", max=8192, multiple=8)
+        return (*shared, limit.contiguous(*tensors), limit.aligned(16, *tensors))
+
+    both = limit.one_of("weight", "float"), limit.one_of("bias", "float")
     return (
-        build.kernel(
-            "rms_norm",
-            "norm.rms",
-            load=load_rms,
-            accepts=("eps",),
-            limits=(*shared, limit.contiguous("input", "weight"), limit.aligned(16, "input", "weight")),
-        ),
+        build.kernel("rms_norm", "norm.rms", load=load, accepts=("eps",), limits=limits("input", "weight")),
         build.kernel(
             "layer_norm",
             "norm.layer",
-            load=load_layer,
+            load=load,
             accepts=("normalized_shape", "weight", "bias", "eps"),
-            limits=(
-                *shared,
-                limit.contiguous("input", "weight", "bias"),
-                limit.aligned(16, "input", "weight", "bias"),
-                limit.one_of("weight", "float"),
-                limit.one_of("bias", "float"),
-            ),
+            limits=(*limits("input", "weight", "bias"), *both),
         ),
     )
-
-
-def _forward(build: Build, *, rms: bool) -> Callable[[Tensor, Tensor, Tensor | None, float], Tensor]:
-    """The norm alone: no dropout, no residual, no scales of rows and columns, no subsets."""
-    compute = build.module().dropout_add_ln_fwd
-
-    def run(rows: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        output: Tensor = compute(rows, weight, bias, None, None, None, None, 0.0, eps, 1.0, 0, None, False, rms)[0]
-        return output
-
-    return run
 
 
 def rotary(build: Build) -> Sequence[Kernel]:
@@ -227,11 +202,7 @@ def rotary(build: Build) -> Sequence[Kernel]:
     def load(*, in_place: bool) -> Callable[[Facts], Callable[..., Any]]:
         return lambda facts: rope(_rotating(build, facts), in_place=in_place)
 
-    shared: dict[str, Any] = {
-        "layout": "BSHD",
-        "accepts": ("positions",),
-        "limits": (limit.dtype("float32", "float16", "bfloat16"), _ONE_DTYPE),
-    }
+    shared: dict[str, Any] = {"layout": "BSHD", "accepts": ("positions",), "limits": (_DTYPES, _ONE_DTYPE)}
     return (
         build.kernel("rope", "posenc.rope", load=load(in_place=False), **shared),
         build.kernel("rope_inplace", "posenc.rope.inplace", load=load(in_place=True), **shared),

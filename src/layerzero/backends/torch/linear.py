@@ -243,6 +243,8 @@ def load_block(
     return run
 
 
+_AS_TORCH: dict[str, Any] = {"grad": True, "handles_empty": True, "handles_negated": True, "priority": 50, "stock": own}
+
 _THEN = kernel(
     "torch.linear_then",
     _OPERATIONS,
@@ -255,26 +257,11 @@ _THEN = kernel(
         got="a product alone: torch.linear",
     ),
     accepts=("bias", "activation", "out_dtype"),
-    grad=True,
-    handles_empty=True,
-    handles_negated=True,
-    priority=50,
-    stock=own,
+    **_AS_TORCH,
 )
 
 _MLPS = [
-    kernel(
-        f"torch.mlp{ending}",
-        operations,
-        load_block,
-        FLOATS,
-        accepts=("activation", *biases),
-        grad=True,
-        handles_empty=True,
-        handles_negated=True,
-        priority=50,
-        stock=own,
-    )
+    kernel(f"torch.mlp{ending}", operations, load_block, FLOATS, accepts=("activation", *biases), **_AS_TORCH)
     for ending, operations, biases in (
         ("", packed_blocks.PLAIN, packed_blocks.BIASES[:2]),
         (".gated", packed_blocks.GATED, packed_blocks.BIASES),
@@ -295,18 +282,7 @@ _KEPT = packed_blocks.kernels(
 )
 
 KERNELS = (
-    kernel(
-        "torch.linear",
-        _OPERATIONS,
-        _load_linear,
-        FLOATS,
-        accepts=("bias",),
-        grad=True,
-        handles_empty=True,
-        handles_negated=True,
-        priority=50,
-        stock=own,
-    ),
+    kernel("torch.linear", _OPERATIONS, _load_linear, FLOATS, accepts=("bias",), **_AS_TORCH),
     _THEN,
     widened(_THEN, many("rows"), load_then, id="torch.linear_widened", limits=CPU),
     kernel(

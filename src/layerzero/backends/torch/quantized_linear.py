@@ -105,21 +105,15 @@ def on_boundary(tensor: Tensor, size: int = 16) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _behind(
-    output: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype | None
-) -> Tensor:
-    """What follows a product of narrow numbers: scales of rows and outputs, the bias, one rounding."""
-    output = output.to(torch.promote_types(output.dtype, scale.dtype)).mul_(scale).mul_(of_outputs(weight_scale))
-    return (output if bias is None else output.add_(bias)).to(dtype)
-
-
 def _of_rows(multiply: Callable[[Tensor, Tensor], Tensor], of: Format, wide: torch.dtype) -> Callable[..., Tensor]:
-    """A product of quantized rows and the codes of a weight; rounding lets no gradient through."""
+    """A product of quantized rows and the codes of a weight, scales and bias; rounding lets no gradient through."""
 
     def run(*tensors: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None) -> Tensor:
         input, weight, weight_scale = tensors
         codes, scale = quantized_rows(input.detach().to(wide), of)
-        return _behind(multiply(codes, weight), scale, weight_scale, bias, out_dtype or input.dtype)
+        output = multiply(codes, weight)
+        output = output.to(torch.promote_types(output.dtype, scale.dtype)).mul_(scale).mul_(of_outputs(weight_scale))
+        return (output if bias is None else output.add_(bias)).to(out_dtype or input.dtype)
 
     return run
 

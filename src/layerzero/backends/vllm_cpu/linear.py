@@ -50,7 +50,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.activation.formulas import IN_PLACE
 from layerzero.ops.linear import packed_blocks
-from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight
+from layerzero.ops.linear.packed import BELONGS, Pack, PackedWeight, with_size
 from layerzero.ops.linear.quantized import QUANTIZED, of_outputs
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.weight import QuantizedWeight
@@ -59,12 +59,8 @@ from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, pa
 
 def _product(facts: Facts, activation: str | None) -> packed_blocks.Product:
     library = operators(build_for(facts))
-    operator, convert = library.weight_packed_linear.default, library.convert_weight_packed.default
+    operator, pack = library.weight_packed_linear.default, with_size(library.convert_weight_packed.default)
     after, ndim = IN_PLACE.get(str(activation)), facts["input_ndim"]
-
-    def pack(weight: Tensor) -> tuple[Tensor, int]:
-        packed = convert(weight)
-        return packed, packed.nbytes
 
     def run(input: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
         form = packed.form("vllm.cpu.linear", pack)
@@ -114,12 +110,8 @@ _LIMITS_QUANTIZE = (
 
 def _load(facts: Facts) -> Callable[..., Any]:
     library = operators(build_for(facts))
-    operator, convert = library.int8_scaled_mm_with_quant.default, library.convert_weight_packed.default
+    operator, pack = library.int8_scaled_mm_with_quant.default, with_size(library.convert_weight_packed.default)
     ndim, features, outputs = facts["input_ndim"], facts.size("in_features"), facts.size("out_features")
-
-    def pack(weight: Tensor) -> tuple[Tensor, int]:
-        packed = convert(weight)
-        return packed, packed.nbytes
 
     def run(
         input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None, packed: PackedWeight

@@ -34,6 +34,16 @@ Pack = Callable[[Any], tuple[Any, int]]
 """Makes of a dense weight, or of a QuantizedWeight, the form that a kernel wants, and tells how many bytes it takes."""
 
 
+def with_size(make: Callable[[Any], Tensor]) -> Pack:
+    """What makes a form that is one tensor, with its size."""
+
+    def pack(weight: Any) -> tuple[Tensor, int]:
+        made = make(weight)
+        return made, made.nbytes
+
+    return pack
+
+
 class Packing:
     """The form of a weight that one kernel keeps.
 
