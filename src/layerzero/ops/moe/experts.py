@@ -122,12 +122,12 @@ def summed(arguments: Mapping[str, Any]) -> Tensor:
         made = functional.linear(through, weight, bias)
         return functional.linear(through.square(), weight.square()) + made.square()
 
-    biases = arguments.get("gate_up_bias"), arguments.get("down_bias")
-    weights = *weights_of(arguments, torch.float64), *biases
+    weights = *weights_of(arguments, torch.float64), arguments.get(BIASES[0]), arguments.get(BIASES[1])
     shares = arguments["expert_weights"].square()
     return each_expert(visit, arguments["input"], weights, arguments["expert_ids"], shares).sqrt()
 
 
+BIASES = ("gate_up_bias", "down_bias")
 IDS = frozenset({torch.int32, torch.int64})
 PACKED_OF = {"packed_gate_up": "gate_up_weight", "packed_down": "down_weight"}
 """The packed weights of a call, and what each is made of."""
@@ -315,7 +315,7 @@ EXPERTS = operation(
     ),
     cases=(
         sized_case("small", 17, (5, 64, 96, 2)),
-        sized_case("biased", 9, (4, 64, 32, 3), "gate_up_bias", "down_bias", activation="swiglu_oai", limit=2.0),
+        sized_case("biased", 9, (4, 64, 32, 3), *BIASES, activation="swiglu_oai", limit=2.0),
         sized_case("gelu", 9, (4, 64, 32, 2), "gate_up_bias", activation="gelu_tanh"),
         sized_case("qwen3_t1", 1, (128, 2048, 768, 8)),
         sized_case("mixtral_t16", 16, (8, 4096, 14336, 2)),

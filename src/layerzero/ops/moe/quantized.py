@@ -30,6 +30,7 @@ from layerzero.ops.linear.fused import TOLERANCE, TOLERANCE_REASON
 from layerzero.ops.linear.packed import PackedWeight
 from layerzero.ops.linear.weight_formats import WEIGHT_FACTS, as_argument, facts_of_weight, random_weight
 from layerzero.ops.moe.experts import (
+    BIASES,
     EXPERTS,
     PACKED_OF,
     draw_around,
@@ -192,16 +193,7 @@ QUANTIZED: Operation = operation(
         _case("small_int8", 9, (4, 64, 64, 2), formats="compressed-tensors:bits=8"),
         _case("small_fp8", 9, (4, 64, 64, 2), "gate_up_bias", formats="fp8"),
         _case("small_blocks", 9, (4, 64, 32, 2), formats="fp8:group=32,rows=32"),
-        _case(
-            "small_mxfp4",
-            9,
-            (4, 64, 64, 3),
-            "gate_up_bias",
-            "down_bias",
-            formats="mxfp4",
-            activation="swiglu_oai",
-            limit=2.0,
-        ),
+        _case("small_mxfp4", 9, (4, 64, 64, 3), *BIASES, formats="mxfp4", activation="swiglu_oai", limit=2.0),
         _case("small_nvfp4", 9, (4, 64, 64, 2), formats="nvfp4"),
         _case("small_gguf", 5, (3, 256, 32, 2), formats="gguf:Q4_K gguf:Q8_0"),
         _case("small_nf4", 5, (3, 64, 32, 2), formats="nf4:group=64"),

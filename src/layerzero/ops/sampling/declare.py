@@ -23,7 +23,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
 from layerzero.core.handle import FOREIGN
-from layerzero.core.judge import Exact, reproducible
+from layerzero.core.judge import Exact, Property, reproducible
 from layerzero.core.operation import Case, Operation, OpKind, Random, Work
 from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.sampling import formulas, stock
@@ -116,6 +116,29 @@ def generator_for(seed: int | None, name: str) -> Callable[..., torch.Generator]
     return make
 
 
+def generator_param(source: str) -> Param:
+    """The generator that a call over this tensor draws from."""
+    return Param(
+        "generator",
+        torch.Generator,
+        None,
+        Role.HANDLE,
+        made_of=(source,),
+        kind=kind_of_generator,
+        make=generator_for(None, source),
+        changes_result=True,
+        seeds=True,
+    )
+
+
+def generator_problems(arguments: Mapping[str, Any], source: str) -> list[str]:
+    """What is wrong with a generator that draws elsewhere than the tensor lies."""
+    generator, tensor = arguments.get("generator"), arguments[source]
+    if not isinstance(generator, torch.Generator) or on_device(generator, tensor):
+        return []
+    return [f"generator: wanted one on {tensor.device} like {source}, got one on {generator.device}"]
+
+
 TEMPERATURE = Param("temperature", float, None, Role.PASSED, *formulas.TEMPERATURES, example=0.5)
 SEED = Param("seed", int, None, Role.PASSED, 0, MOST_SEED, example=1, seeds=True)
 TOP_K = Param("top_k", int, None, Role.PASSED, 1, 2**31 - 1, example=5)
@@ -147,6 +170,13 @@ def seeds_for(number: int, source: str) -> Callable[..., Tensor]:
         return torch.arange(math.prod(rows), device=tensor.device).view(rows) + number
 
     return make
+
+
+def seeded(source: str, *, by_row: bool = True) -> tuple[Property, ...]:
+    """What a seed, a generator in the same state and, where there may be such, seeds of rows do again."""
+    found = reproducible("seed", 1, 2), reproducible("generator", *(generator_for(each, source) for each in (1, 2)))
+    of_rows = (reproducible("seed_by_row", *(seeds_for(each, source) for each in (0, 2**40))),)
+    return found + (of_rows if by_row else ())
 
 
 def _work(facts: Mapping[str, Any]) -> Work:
@@ -212,35 +242,20 @@ def _from(
     small: Mapping[str, object],
     usual: Mapping[str, object],
 ) -> Operation:
-    logits, seeded = source == "logits", any(each.seeds for each in inputs)
+    logits = source == "logits"
     name = f"sampling.{kind}" if logits else f"sampling.{kind}.probs"
-    generator = Param(
-        "generator",
-        torch.Generator,
-        None,
-        Role.HANDLE,
-        made_of=(source,),
-        kind=kind_of_generator,
-        make=generator_for(None, source),
-        changes_result=True,
-        seeds=True,
-    )
     return operation(
         name,
         summary if logits else f"{summary}, from probabilities",
         _reference(name, rule, logits=logits),
         inputs=(f"{source}: ... vocab", *inputs, *((TEMPERATURE_BY_ROW,) if logits else ())),
         outputs=(tensor("ids: ...", IDS),),
-        params=(*params, *((TEMPERATURE,) if logits else ()), SEED, generator),
+        params=(*params, *((TEMPERATURE,) if logits else ()), SEED, generator_param(source)),
         axes=AXES,
         fake=_fake,
         cases=cases(small, usual),
         judge=judge(kind, logits=logits),
-        properties=(
-            reproducible("seed", 1, 2),
-            reproducible("generator", *(generator_for(each, source) for each in (1, 2))),
-            *([reproducible("seed_by_row", *(seeds_for(each, source) for each in (0, 2**40)))] if seeded else []),
-        ),
+        properties=seeded(source, by_row=any(each.seeds for each in inputs)),
         kind=OpKind.SAMPLING,
         check_values=check_values,
         examples=functools.partial(examples, source, usual),

@@ -49,8 +49,14 @@ _COUNTED = (
     TensorSchema("prompt_mask", ("...", "vocab"), frozenset({torch.bool}), required=False, same_dtype=False),
 )
 _ROWS = tuple(of_rows(each) for each in PENALTIES_BY)
-_SIZES = ((33, 32), (5, 1003), (8, 32000), (1, 128256))
-_NAMES = ("small", "odd", "llama2_batch", "llama3_decode")
+_SIZES = {"small": (33, 32), "odd": (5, 1003), "llama2_batch": (8, 32000), "llama3_decode": (1, 128256)}
+
+
+def _cases(params: Mapping[str, object] | None = None, given: tuple[str, ...] = (), **more: int) -> tuple[Case, ...]:
+    return tuple(
+        Case(label, {"rows": rows, "vocab": vocab, **more}, params or {}, given)
+        for label, (rows, vocab) in _SIZES.items()
+    )
 
 
 def _work(flops: float, read: float, facts: Mapping[str, Any]) -> Work:
@@ -80,12 +86,7 @@ def _counted_reference(
 
 def _penalties(name: str, summary: str, reference: Callable[..., Tensor], of: tuple[TensorSchema, ...]) -> Operation:
     lists = {"output_len": 64, "prompt_len": 128} if of is _SAID else {}
-    given = tuple(each.name for each in of)
-    small: dict[str, object] = {each.name: each.example for each in PENALTIES_BY}
-    cases = tuple(
-        Case(label, {"rows": rows, "vocab": vocab, **lists}, small, given)
-        for label, (rows, vocab) in zip(_NAMES, _SIZES, strict=True)
-    )
+    small = {each.name: each.example for each in PENALTIES_BY}
     lengths = (Axis("output_len", scales=True, live=True), Axis("prompt_len", scales=True, live=True))
     return operation(
         name,
@@ -95,7 +96,7 @@ def _penalties(name: str, summary: str, reference: Callable[..., Tensor], of: tu
         outputs=("output: ... vocab",),
         params=PENALTIES_BY,
         axes=(*AXES, *(lengths if of is _SAID else ())),
-        cases=cases,
+        cases=_cases(small, tuple(each.name for each in of), **lists),
         tolerance=TOLERANCE,
         tolerance_reason=TOLERANCE_REASON,
         examples=_examples,
@@ -164,10 +165,7 @@ BIAS = operation(
     ),
     outputs=("output: ... vocab",),
     axes=(*AXES, Axis("bias_len", scales=True, live=True)),
-    cases=tuple(
-        Case(label, {"rows": rows, "vocab": vocab, "bias_len": 16})
-        for label, (rows, vocab) in zip(_NAMES, _SIZES, strict=True)
-    ),
+    cases=_cases(bias_len=16),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
     work=functools.partial(_work, 0.0, 2.0),
@@ -191,9 +189,7 @@ LOGPROBS = operation(
     outputs=(tensor("logprobs: ...", frozenset({torch.float32}), same_dtype=False),),
     params=(TEMPERATURE,),
     axes=AXES,
-    cases=tuple(
-        Case(label, {"rows": rows, "vocab": vocab}) for label, (rows, vocab) in zip(_NAMES, _SIZES, strict=True)
-    ),
+    cases=_cases(),
     tolerance=dict.fromkeys(TOLERANCE, Tolerance(1e-5, 3e-5)),
     tolerance_reason="logits are read as they are and summed in float32, whose steps at 50 are 4e-6",
     examples=_examples,

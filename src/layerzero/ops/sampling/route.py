@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
+import torch  # noqa: F401  # signatures name torch.Generator
 from torch import Tensor
 
 from layerzero.core.arguments import told
@@ -280,19 +280,14 @@ def _is_number(value: object) -> bool:
 
 
 def _shape_problems(arguments: dict[str, Any], source: str) -> list[str]:
-    tensor: Tensor = arguments[source]
-    shape = tuple(tensor.shape)
-    problems = []
+    shape, problems = tuple(arguments[source].shape), []
     if shape[-1] == 0:
         problems.append(f"{source}: wanted at least one place in the last axis, got {shape}")
     for name in (*_NUMBERS, "seed"):
         by_row = arguments.get(f"{name}_by_row")
         if by_row is not None and tuple(by_row.shape) != shape[:-1]:
             problems.append(f"{name}: wanted shape {shape[:-1]}, a number for each row, got {tuple(by_row.shape)}")
-    generator = arguments.get("generator")
-    if isinstance(generator, torch.Generator) and not declare.on_device(generator, tensor):
-        problems.append(f"generator: wanted one on {tensor.device} like {source}, got one on {generator.device}")
-    return problems
+    return problems + declare.generator_problems(arguments, source)
 
 
 def _pair(kind: str, operations: list[Operation]) -> list[Function]:

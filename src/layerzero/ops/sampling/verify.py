@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.arguments import Axis, Param, Role, TensorSchema, told
+from layerzero.core.arguments import Axis, TensorSchema, told
 from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import InvalidCallError, refuse
-from layerzero.core.judge import Exact, reproducible
+from layerzero.core.judge import Exact
 from layerzero.core.judges import Distribution
 from layerzero.core.operation import Case, Function, Operation, OpKind, Random, Routed, Work
-from layerzero.core.schema import OperationSchema
 from layerzero.core.values import Check
-from layerzero.ops.declaration import check_dense
+from layerzero.ops.declaration import check_dense, operation
 from layerzero.ops.draw import Draw
 from layerzero.ops.sampling import declare, stock
 from layerzero.ops.sampling.checks import NEAR, check_draft, check_target, drafted_problem, drawable, rows_read
@@ -35,6 +34,7 @@ AXES = (
 )
 REASON = "each place is as often which token as the walk over the draft says, by its arithmetic in float64"
 
+_TARGET_PROBS = TensorSchema("target_probs", ("batch", "verified", "vocab"), FLOATING)
 _DRAFT_IDS = TensorSchema("draft_ids", ("batch", "drafted"), declare.COUNTS, same_dtype=False, indexes=("vocab",))
 _DRAFT_PROBS = TensorSchema("draft_probs", ("batch", "drafted", "vocab"), FLOATING, required=False)
 _DRAFT_LENS = TensorSchema(
@@ -145,52 +145,31 @@ def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: R
     return made
 
 
+_COMMON: dict[str, Any] = {
+    "outputs": _OUTPUTS,
+    "axes": AXES,
+    "fake": _fake,
+    "complete": _complete,
+    "examples": _examples,
+    "work": _work,
+    "stock": stock.verify,
+}
+
+
 def _operation(name: str, summary: str, *more: TensorSchema) -> Operation:
-    return Operation(
-        schema=OperationSchema(
-            operation=name,
-            inputs=(
-                TensorSchema("target_probs", ("batch", "verified", "vocab"), FLOATING),
-                _DRAFT_IDS,
-                *more,
-                _DRAFT_PROBS,
-                _DRAFT_LENS,
-                declare.seeds_of_rows("batch"),
-            ),
-            outputs=_OUTPUTS,
-            params=(
-                declare.SEED,
-                Param(
-                    "generator",
-                    torch.Generator,
-                    None,
-                    Role.HANDLE,
-                    made_of=("target_probs",),
-                    kind=declare.kind_of_generator,
-                    make=declare.generator_for(None, "target_probs"),
-                    changes_result=True,
-                    seeds=True,
-                ),
-            ),
-            axes=AXES,
-        ),
-        summary=summary,
-        reference=_reference(name),
-        fake=_fake,
+    return operation(
+        name,
+        summary,
+        _reference(name),
+        inputs=(_TARGET_PROBS, _DRAFT_IDS, *more, _DRAFT_PROBS, _DRAFT_LENS, declare.seeds_of_rows("batch")),
+        params=(declare.SEED, declare.generator_param("target_probs")),
         cases=_cases("draft_probs", *(each.name for each in more)),
         judge={"ids": _judge(0), "nodes": _judge(1)},
-        properties=(
-            reproducible("seed", 1, 2),
-            reproducible("generator", *(declare.generator_for(each, "target_probs") for each in (1, 2))),
-            reproducible("seed_by_row", *(declare.seeds_for(each, "target_probs") for each in (0, 2**40))),
-        ),
+        properties=declare.seeded("target_probs"),
         kind=OpKind.SAMPLING,
         fixed={"greedy": False},
-        complete=_complete,
         check_values=_check_values,
-        examples=_examples,
-        work=_work,
-        stock=stock.verify,
+        **_COMMON,
     )
 
 
@@ -208,28 +187,15 @@ def _greedy_reference(
     return walked_greedily(draft_ids, target_probs.detach().argmax(-1), above, draft_lens)
 
 
-GREEDY = Operation(
-    schema=OperationSchema(
-        operation="sampling.verify.greedy",
-        inputs=(
-            TensorSchema("target_probs", ("batch", "verified", "vocab"), FLOATING),
-            _DRAFT_IDS,
-            _parents(required=False),
-            _DRAFT_LENS,
-        ),
-        outputs=_OUTPUTS,
-        axes=AXES,
-    ),
-    summary="The drafted tokens that are the target's likeliest, and the next",
-    reference=_greedy_reference,
-    fake=_fake,
+GREEDY = operation(
+    "sampling.verify.greedy",
+    "The drafted tokens that are the target's likeliest, and the next",
+    _greedy_reference,
+    inputs=(_TARGET_PROBS, _DRAFT_IDS, _parents(required=False), _DRAFT_LENS),
     cases=_cases("parents"),
     judge=Exact("it compares numbers and computes none; the first of equals is the one"),
     fixed={"greedy": True},
-    complete=_complete,
-    examples=_examples,
-    work=_work,
-    stock=stock.verify,
+    **_COMMON,
 )
 
 OPERATIONS = (VERIFY, TREE, GREEDY)
@@ -300,18 +266,13 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
 
 
 def _size_problems(arguments: dict[str, Any]) -> list[str]:
-    problems = []
-    target, drafted = arguments["target_probs"], arguments["draft_ids"].shape[1]
-    shape = tuple(target.shape)
+    problems, drafted = [], arguments["draft_ids"].shape[1]
+    shape = tuple(arguments["target_probs"].shape)
     if shape[1] != drafted + 1:
         problems.append(f"target_probs: wanted a row more than the {drafted} of draft_ids, got shape {shape}")
     if shape[2] == 0:
         problems.append(f"target_probs: wanted at least one place in the last axis, got {shape}")
-    generator = arguments.get("generator")
-    if isinstance(generator, torch.Generator) and not declare.on_device(generator, target):
-        where = f"{target.device} like target_probs"
-        problems.append(f"generator: wanted one on {where}, got one on {generator.device}")
-    return problems
+    return problems + declare.generator_problems(arguments, "target_probs")
 
 
 def _drawn(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
