@@ -170,16 +170,8 @@ def checked(found: Found, allow: Sequence[str], locked: Mapping[str, Locked] | N
     if platform not in PLATFORMS:
         raise RefusedBuildError(f"{repo} backend", " or ".join(PLATFORMS), platform)
     return Build(
-        repo,
-        str(path),
-        found.revision,
-        path.name,
-        metadata.id,
-        sha256,
-        platform,
-        bool(libraries),
-        signed,
-        str(metadata.version),
+        *(repo, str(path), found.revision, path.name, metadata.id, sha256),
+        *(platform, bool(libraries), signed, str(metadata.version)),
     )
 
 

@@ -215,22 +215,15 @@ def stock(
     if not aligned or any(not _neutral(each) for each in others.values()):
         return None
     heads = 1 if layout != CANONICAL else 2
-    is_causal, grouped = causal and not single, query.shape[heads] != key.shape[heads]
+    more: dict[str, Any] = {"attn_mask": mask, "is_causal": causal and not single, "scale": scale}
+    more["enable_gqa"] = query.shape[heads] != key.shape[heads]
 
     def run() -> torch.Tensor:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped
-        )
+        return functional.scaled_dot_product_attention(query, key, value, **more)
 
     def run_transposed() -> torch.Tensor:  # such tensors cost their views in each call
         output = functional.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=grouped,
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **more
         )
         return output.transpose(1, 2)
 

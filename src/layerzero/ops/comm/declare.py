@@ -42,7 +42,7 @@ from layerzero.ops.comm.ranks import (
     torch_all_reduce,
     torch_reduce_scatter,
 )
-from layerzero.ops.declaration import cases, function, operation, tensor
+from layerzero.ops.declaration import cases, function, operation, same_shape, tensor
 from layerzero.ops.norm.declare import rms_norm
 
 _NUMBERS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -114,14 +114,12 @@ def _of(name: str, of: Operation, fits: Callable[[dict[str, Any]], list[str]]) -
         problem = problem_of(group)
         if problem or not isinstance(input_, Tensor) or input_.is_meta:
             return [problem] if problem else []
-        return [*_misplaced(input_, ranks_of(group)), *_odd_sum(arguments)]
+        problems = _misplaced(input_, ranks_of(group))
+        if (op := arguments.get("reduce_op", "sum")) not in REDUCTIONS:
+            problems.append(f"reduce_op: wanted {', '.join(REDUCTIONS)}, got {told(op)}")
+        return problems
 
     return function(name, of, varies=(), values=values, fits=fits, weight=0)
-
-
-def _odd_sum(arguments: dict[str, Any]) -> list[str]:
-    op = arguments.get("reduce_op", "sum")
-    return [] if op in REDUCTIONS else [f"reduce_op: wanted {', '.join(REDUCTIONS)}, got {told(op)}"]
 
 
 def _misplaced(input: Tensor, ranks: Ranks) -> list[str]:
@@ -353,12 +351,6 @@ ALL_REDUCE_ADD_RMS_NORM = _collective(
 )
 
 
-def _fused_fits(arguments: dict[str, Any]) -> list[str]:
-    wanted, got = tuple(arguments["input"].shape), tuple(arguments["residual"].shape)
-    problems = [] if wanted == got else [f"residual: wanted shape {wanted} like input, got {got}"]
-    return problems or _no_gradient(arguments)
-
-
 def _rows_fit(arguments: dict[str, Any]) -> list[str]:
     input_ = arguments["input"]
     if not input_.ndim:
@@ -377,5 +369,9 @@ FUNCTIONS = (
         lambda given: _axis_problems(given, "scatter_dim", ranks_of(given["group"]).size),
     ),
     _of("all_to_all", ALL_TO_ALL, _rows_fit),
-    _of("all_reduce_add_rms_norm", ALL_REDUCE_ADD_RMS_NORM, _fused_fits),
+    _of(
+        "all_reduce_add_rms_norm",
+        ALL_REDUCE_ADD_RMS_NORM,
+        lambda given: same_shape("residual", "input")(given) or _no_gradient(given),
+    ),
 )

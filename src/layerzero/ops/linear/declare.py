@@ -205,25 +205,25 @@ def linear_scratch(sizes: Mapping[str, int]) -> int:
     return rows * inputs + inputs * outputs + rows * outputs
 
 
-def linear_parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
-    """The first rows and outputs, and the last."""
+def linear_parts(
+    arguments: Mapping[str, Any], facts: Facts, cut: Callable[[slice], Mapping[str, Any]] | None = None, step: int = 1
+) -> Sequence[Part]:
+    """The first rows and outputs, and the last; ``cut`` cuts the weight where a multiple of ``step`` outputs begins."""
     rows, outputs = facts.size("rows"), facts.size("out_features")
-    found = []
-    for row, output in ((0, 0), (max(rows - ROWS, 0), max(outputs - OUTPUTS, 0))):
-        of_rows, of_outputs = slice(row, row + ROWS), slice(output, output + OUTPUTS)
-        bias = arguments.get("bias")
-        cut = {
-            "input": arguments["input"].flatten(0, -2)[of_rows] if facts["input_ndim"] != 1 else arguments["input"],
-            "weight": arguments["weight"][of_outputs],
-            "bias": None if bias is None else bias[of_outputs],
-            "packed": None,
-        }
+    bias, found = arguments.get("bias"), []
+    for row, output in ((0, 0), (max(rows - ROWS, 0), max(outputs - OUTPUTS, 0) // step * step)):
+        stop = outputs if output else min(-(-OUTPUTS // step) * step, outputs)
+        of_rows, of_outputs = slice(row, row + ROWS), slice(output, stop)
+        changed = {"weight": arguments["weight"][of_outputs]} if cut is None else {**cut(of_outputs)}
+        changed |= {"bias": None if bias is None else bias[of_outputs], "packed": None}
+        lone = facts["input_ndim"] == 1
+        changed["input"] = arguments["input"] if lone else arguments["input"].flatten(0, -2)[of_rows]
         text = f"rows from {row}, outputs from {output}"
-        found.append(Part(text, {**arguments, **cut}, place(of_rows, of_outputs)))
+        found.append(Part(text, {**arguments, **changed}, _place(of_rows, of_outputs)))
     return found
 
 
-def place(rows: slice, outputs: slice) -> Callable[[Tensor], Tensor]:
+def _place(rows: slice, outputs: slice) -> Callable[[Tensor], Tensor]:
     """What cuts these rows and outputs out of a product."""
     return lambda tensor: tensor[outputs] if tensor.ndim == 1 else tensor.flatten(0, -2)[rows, outputs]
 

@@ -185,22 +185,14 @@ def _examples(case: Case, dtype: torch.dtype, device: torch.device, generator: R
 
 
 def _parts(arguments: Mapping[str, Any], facts: Facts) -> Sequence[Part]:
-    """The first rows and outputs, and the last."""
-    rows, outputs, inputs = facts.size("rows"), facts.size("out_features"), facts.size("in_features")
-    of, given, bias = WeightFormat.of(arguments["weight_format"]), fields_of(arguments), arguments.get("bias")
-    found: list[Part] = []
-    step = scheme_of(of).step(of, inputs)
-    for row, output in ((0, 0), (max(rows - declare.ROWS, 0), max(outputs - declare.OUTPUTS, 0) // step * step)):
-        stop = outputs if output else min(-(-declare.OUTPUTS // step) * step, outputs)
-        cut = scheme_of(of).cut(of, given, inputs, output, stop)
-        of_rows, of_outputs = slice(row, row + declare.ROWS), slice(output, stop)
-        changed = {ARGUMENTS[name]: each for name, each in cut._asdict().items()}
-        changed |= {"bias": None if bias is None else bias[of_outputs], "packed": None}
-        lone = facts["input_ndim"] == 1
-        changed["input"] = arguments["input"] if lone else arguments["input"].flatten(0, -2)[of_rows]
-        text = f"rows from {row}, outputs from {output}"
-        found.append(Part(text, {**arguments, **changed}, declare.place(of_rows, of_outputs)))
-    return found
+    of, given, inputs = WeightFormat.of(arguments["weight_format"]), fields_of(arguments), facts.size("in_features")
+    scheme = scheme_of(of)
+
+    def cut(outputs: slice) -> dict[str, Any]:
+        found = scheme.cut(of, given, inputs, outputs.start, outputs.stop)
+        return {ARGUMENTS[name]: each for name, each in found._asdict().items()}
+
+    return declare.linear_parts(arguments, facts, cut, scheme.step(of, inputs))
 
 
 def _sweep(text: str, device: str, narrow: Mapping[str, Sequence[int]]) -> Iterator[Case]:
