@@ -178,6 +178,25 @@ def test_places_and_counts_are_told_as_by_one_value_after_the_other(name, data):
         assert bool(said) is not bool(broken)
 
 
+def start_problems(values, tokens, longest):
+    """What is wrong with starts, one number after the other."""
+    pairs = list(itertools.pairwise(values))
+    problems = [f"cu_seqlens_q[0]: wanted 0, got {values[0]}"] if values[0] else []
+    problems += [
+        f"cu_seqlens_q[{place}]: wanted at least {left}, the number before it, got {right}"
+        for place, (left, right) in enumerate(pairs, 1)
+        if right < left
+    ][:8]
+    if values[-1] != tokens:
+        problems.append(f"cu_seqlens_q[{len(pairs)}]: wanted {tokens}, the number of tokens, got {values[-1]}")
+    most = max((right - left for left, right in pairs), default=0)
+    if longest is not None and most > longest:
+        problems.append(
+            f"cu_seqlens_q: wanted sequences of at most {longest} tokens as was promised, got one of {most}"
+        )
+    return problems
+
+
 @settings(max_examples=examples(300), deadline=None)
 @given(
     st.lists(st.integers(-2, 9) | st.sampled_from([2**31 - 1, -(2**31)]), min_size=1, max_size=12),
@@ -189,7 +208,8 @@ def test_starts_are_told_as_on_the_host(numbers, follow, tokens, longest):
     if follow:
         numbers = [0, *sorted(number % 10 for number in numbers[1:]), tokens]
     tensor = torch.tensor(numbers, dtype=torch.int32)
-    wanted = ragged.value_problems("cu_seqlens_q", tensor, tokens, longest)
+    wanted = start_problems(numbers, tokens, longest)
+    assert ragged.value_problems("cu_seqlens_q", tensor, tokens, longest) == wanted
     problems, reads = counted(lambda: values.problems(ragged.checks("cu_seqlens_q", tensor, tokens, longest)))
     assert problems == wanted
     assert reads == 1

@@ -119,10 +119,8 @@ def _value_problems(axes: int, arguments: dict[str, Any]) -> list[str]:
         if type(value) not in (int, tuple, str) or (name == "padding" and value in ("same", "valid")):
             continue  # the schema says what is wrong, or nothing is
         numbers = value if isinstance(value, tuple) else (value,)
-        if not all(type(number) is int and least <= number < 2**31 for number in numbers) or len(numbers) not in {
-            1,
-            axes,
-        }:
+        fits = len(numbers) in {1, axes}
+        if not fits or not all(type(number) is int and least <= number < 2**31 for number in numbers):
             form = f" or {axes} of them" if axes > 1 else ""
             words = ", 'same' or 'valid'" if name == "padding" else ""
             found.append(f"{name}: wanted a whole number from {least}{form}{words}, got {told(value)}")
@@ -145,14 +143,8 @@ def padded(arguments: Mapping[str, Any], spatial: tuple[int, ...]) -> list[int]:
 
 def _lengths(arguments: Mapping[str, Any], axes: int) -> list[int]:
     spatial = tuple(arguments["weight"].shape[2:])
-    sizes = zip(
-        arguments["input"].shape[-axes:],
-        padded(arguments, spatial),
-        each(arguments["dilation"], axes),
-        each(arguments["stride"], axes),
-        spatial,
-        strict=True,
-    )
+    steps, strides = each(arguments["dilation"], axes), each(arguments["stride"], axes)
+    sizes = zip(arguments["input"].shape[-axes:], padded(arguments, spatial), steps, strides, spatial, strict=True)
     return [(size + more - step * (kernel - 1) - 1) // stride + 1 for size, more, step, stride, kernel in sizes]
 
 

@@ -95,13 +95,7 @@ def are_columns(planes: Sequence[Plane]) -> bool:
     return [each.name for each in planes] == ["ckv", "kpe"]
 
 
-MOST = {
-    "layers": 2**16,
-    "pages": 2**31 - 1,
-    "max_sequences": 2**31 - 1,
-    "page_size": 2**31 - 1,
-    "max_length": 2**31 - 1,
-}
+MOST = {"layers": 2**16, **dict.fromkeys(("pages", "max_sequences", "page_size", "max_length"), 2**31 - 1)}
 """Layers of any model, and what tables and lengths of int32 can name."""
 
 SCALES = ("tensor", "head", "token")

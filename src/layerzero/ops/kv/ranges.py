@@ -221,7 +221,6 @@ class _Memory:
 
 
 def _driver_for(device: torch.device) -> Driver:
-
     found = driver()
     if found is None:
         problem = f"wanted a CUDA driver with virtual memory for {device}, got none; take another strategy"

@@ -114,7 +114,7 @@ class Virtual(Fixed):
         )
         self._lock = forking.rlock()
         self._worker: ThreadPoolExecutor | None = None
-        self._coming: dict[int, Future[None]] = {}
+        self._coming: dict[int, Future[bool]] = {}
         self.reserved_bytes = layers * pages * self._row_bytes
         self.growths = self.waited_growths = 0
         self.growth_us = 0.0
@@ -175,10 +175,7 @@ class Virtual(Fixed):
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "layerzero-cache-growth")
-        self._coming[page] = self._worker.submit(self._ahead, page, ahead)
-
-    def _ahead(self, page: int, tokens: int) -> None:
-        self._grow(page, tokens)
+        self._coming[page] = self._worker.submit(self._grow, page, ahead)
 
     def _wanted(self, tokens: int) -> int:
         grain = self._range.granularity

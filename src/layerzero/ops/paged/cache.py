@@ -104,11 +104,8 @@ class PagedCache(Bundle):
         ]
         if not isinstance(layout, str) or layout not in (*CACHE_LAYOUTS, "VLLM_CPU"):
             problems.append(f"layout: wanted {', '.join(CACHE_LAYOUTS)} or VLLM_CPU, got {told(layout)}")
-        shapes: dict[object, tuple[int, ...]] = {
-            "tensor": (),
-            "head": (kv_heads,),
-            "token": (pages, page_size, kv_heads),
-        }
+        shapes: dict[object, tuple[int, ...]]
+        shapes = {"tensor": (), "head": (kv_heads,), "token": (pages, page_size, kv_heads)}
         wanted = "tensor, head or token" if dtype in QUANTIZED else "None"
         if (scales is None) == (dtype in QUANTIZED) or (scales is not None and scales not in shapes):
             problems.append(f"scales: wanted {wanted} for a cache of {dtype_name(dtype)}, got {told(scales)}")
@@ -118,11 +115,9 @@ class PagedCache(Bundle):
         if layout == "VLLM_CPU":
             keys = torch.zeros(pages, kv_heads, head_dim, page_size, dtype=dtype, device=device).transpose(2, 3)
         values = torch.zeros(pages, *inner, head_dim if value_dim is None else value_dim, dtype=dtype, device=device)
-        given = (
-            {}
-            if scales is None
-            else {name: torch.ones(shapes[scales], device=device) for name in ("key_scale", "value_scale")}
-        )
+        given = {}
+        if scales is not None:
+            given = {name: torch.ones(shapes[scales], device=device) for name in ("key_scale", "value_scale")}
         return cls(keys, values, "NHD" if layout == "NHD" else "HND", **given)
 
     @classmethod
