@@ -29,8 +29,8 @@ def _check_torch(version: str) -> None:
 
 def formats(
     device: _On = None,
-    rows: Annotated[int, typer.Option(metavar="N", help="Rows of the product, 1 for a decode.", min=1)] = 1,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of the rows.")] = "",
+    rows: Annotated[int, typer.Option("--rows", metavar="N", help="Rows of the product, 1 for a decode.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the rows.")] = "",
     torch_version: _With = "",
     json: AsJson = False,
 ) -> Answer:
