@@ -95,3 +95,13 @@ def test_a_factor_that_is_made_in_a_capture_is_not_kept(capture: list[bool], of:
     assert torch.equal(kept, 1 + weight)
     capture[0] = True
     assert factor() is kept
+
+
+def test_a_table_serves_rows_of_its_length_alone() -> None:
+    """A hook may hand shorter hidden states on, with the same cosines: stock raises there."""
+    cos, sin = (torch.rand(1, 6, 8) for _ in range(2))
+    assert table_for(cos, sin, 2, 6).positions is None
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        table_for(cos, sin, 2, 1)
+    one = [each[:, :1] for each in (cos, sin)]
+    assert [table_for(*one, 2, length).positions.shape for length in (5, 7)] == [(2, 5), (2, 7)]  # type: ignore[union-attr]

@@ -114,7 +114,7 @@ def table_for(cos: Tensor, sin: Tensor, batch: int, seq: int, *, once: bool = Fa
     kept = cos.__dict__.get(_MADE)
     versions = (0, 0) if cos.is_inference() else (cos._version, sin._version)
     capture = capture_of(cos)
-    if kept is not None and kept[1] is sin and kept[2:] == (versions, batch, capture, once):
+    if kept is not None and kept[1] is sin and kept[2:] == (versions, batch, seq, capture, once):
         made: Table = kept[0]
         return made
     half = cos.shape[-1] // (1 if once else 2)
@@ -125,7 +125,7 @@ def table_for(cos: Tensor, sin: Tensor, batch: int, seq: int, *, once: bool = Fa
         positions = torch.arange(count, device=cos.device)
         positions = positions.view(batch, seq) if count == batch * seq else positions.expand(batch, seq).contiguous()
     table = Table(rows[:, :half], rows[:, half:], positions)
-    setattr(cos, _MADE, (table, sin, versions, batch, capture, once))
+    setattr(cos, _MADE, (table, sin, versions, batch, seq, capture, once))
     return table
 
 
