@@ -16,6 +16,7 @@ from torch import nn
 import layerzero as lz
 from decoders import output, tokens
 from drawing import mostly
+from layerzero.integrations.optimize.attention.transformers import attention_swap
 from layerzero.integrations.optimize.modules.norms import norm
 from layerzero.integrations.optimize.modules.products import block, linear
 from layerzero.integrations.optimize.swaps.candidate import Candidate
@@ -50,6 +51,23 @@ def test_a_model_that_was_optimized_on_nothing_serves_every_kind_of_call() -> No
         torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(output(model), output(stock), rtol=0.05, atol=0.1)
+
+
+def test_a_step_of_training_has_the_models_own_attention() -> None:
+    """Of one without ``sdpa``, too, whose cap no fast kernel gives gradients of: the slow reference computed it."""
+    model, stock = made("gemma2"), made("gemma2")
+    if model._supports_sdpa:
+        pytest.skip("this version of Transformers has sdpa for the model")
+    attention_swap(model).on()
+    given = {"input_ids": tokens(), "labels": tokens()}
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            called = {each.function for each in lz.trace(model, **given).rows}
+        assert ("attention" in called) != grad
+    for each in (model, stock):
+        each(**given).loss.backward()
+    for one, two in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_two_models_share_nothing() -> None:

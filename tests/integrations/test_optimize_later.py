@@ -121,6 +121,26 @@ def test_an_adapter_around_a_layers_product_is_never_passed_over() -> None:
     assert torch.equal(output(later, tokens()), expected)
 
 
+def test_an_adapter_is_named_as_why_a_layer_is_left() -> None:
+    class Adapted(nn.Module):
+        def __init__(self, inside: nn.Linear) -> None:
+            super().__init__()
+            self.base_layer = inside
+            self.lora_A = nn.ModuleDict({"default": nn.Linear(inside.in_features, inside.out_features, bias=False)})
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.base_layer(rows) + self.lora_A["default"](rows)
+            return result
+
+    Adapted.__module__ = "peft.tuners.stand_in"
+    model = made()
+    model.model.layers[0].self_attn.q_proj = Adapted(model.model.layers[0].self_attn.q_proj)
+    left = {each.path: each.why for each in lz.optimize(model.eval(), graph=True).left}
+    assert left["model.layers.0"] == "as a whole: self_attn.q_proj is an adapter (Adapted); merge and unload that first"
+    assert "model.layers.0.self_attn.q_proj.base_layer" in left
+    assert "model.layers.0.self_attn.q_proj.lora_A" not in left, "a list is not what is left"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_an_adapter_merges_past_torchs_count_are_packed_anew(dtype: torch.dtype) -> None:
     """As peft merges, and takes back: through .data, which torch does not count as a write."""

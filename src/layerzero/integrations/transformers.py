@@ -207,7 +207,8 @@ def attention_forward(
         position_bias: added to the scores.
         indices: of the keys that each query selects (B, S_q, count), besides what the mask hides: DeepSeek-V3.2's.
     Returns: the output, and None for the attention weights. Where ``lz.optimize`` exchanged the attention and a call
-        asks for weights, or has arguments that are not served, Transformers' own function computes it.
+        asks for weights, has arguments that are not served, or records gradients in a model without ``sdpa``,
+        Transformers' own function computes it.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
     if (
@@ -230,7 +231,8 @@ def attention_forward(
     if "cache" in kwargs and transformers_patches.is_of_a_batch(kwargs):
         key, value = transformers_patches.keys_of(module, key, value, attention_mask, kwargs)
     strange = () if _SERVED.issuperset(kwargs) else _strange(kwargs)
-    if strange and EXCHANGED in vars(module):
+    trains = query.requires_grad and torch.is_grad_enabled()
+    if (strange or (trains and has_float_mask(getattr(module, "config", None)))) and EXCHANGED in vars(module):
         if indices is not None:
             attention_mask = selected(attention_mask, indices, key.shape[2])
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}

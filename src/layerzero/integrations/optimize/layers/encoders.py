@@ -23,7 +23,7 @@ from layerzero.integrations.optimize.attention.transformers import NAME, Attenti
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, normed
 from layerzero.integrations.optimize.modules.products import Block, activations_of, orders
-from layerzero.integrations.optimize.swaps.candidate import MORE, watching
+from layerzero.integrations.optimize.swaps.candidate import ADAPTERS, MORE, watching
 from layerzero.integrations.optimize.swaps.joined_codes import following_weights
 from layerzero.integrations.optimize.swaps.reads import code_of
 from layerzero.integrations.optimize.swaps.swap import weight_of
@@ -183,7 +183,7 @@ class Parts:
 
         found: list[tuple[tuple[Any, ...], Callable[[], Layer]]]
         found = [(key, functools.partial(made, *key)) for key in self._orders(inner, got)]
-        return found or "its products and norms have the sizes of no form of a layer that LayerZero computes"
+        return found or why_formless(self.module)
 
     def _orders(self, inner: list[str], got: Seen) -> Iterator[tuple[Any, ...]]:
         """Names of the products of attention and block, of norms and scales, and where norms stand."""
@@ -261,6 +261,14 @@ def parts_of(module: Module) -> Parts | None:
     known = inspect.signature(type(module).forward).parameters.values()
     order = [each.name for each in known if each.kind is each.POSITIONAL_OR_KEYWORD]
     return Parts(module, linears, norms, scales, between.pop(), tuple(order[2:]))
+
+
+def why_formless(module: Module) -> str:
+    """Why no form of a layer has the parts of this one."""
+    for path, each in module.named_modules():
+        if type(each).__module__.startswith(ADAPTERS):
+            return f"{path} is an adapter ({type(each).__name__}); merge and unload that first"
+    return "its products and norms have the sizes of no form of a layer that LayerZero computes"
 
 
 def _is_scale(module: Module) -> bool:

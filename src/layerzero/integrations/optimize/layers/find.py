@@ -93,7 +93,7 @@ class Parts:
         cos = calls[0][1]["position_embeddings"][0]
         once = not torch.equal(*cos.chunk(2, -1)) if cos.shape[-1] % 2 == 0 else True
         found = list(_forms(self, got, of, turned_once=once))  # latent projections have none
-        return found or "its products and norms have the sizes of no form of a layer that LayerZero computes"
+        return found or encoders.why_formless(self.module)
 
 
 def find(search: Search) -> Iterator[Replaced | Left]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Conv1d, Conv2d, Linear, Module
+from torch.nn import Conv1d, Conv2d, Linear, Module, ModuleDict, ModuleList
 
 import layerzero as lz
 from layerzero.backends.torch.conv import LEAST_SHARE
@@ -166,7 +166,8 @@ def _looked_at(module: Module, *, measured: bool) -> Iterator[Candidate | str]:
 def _has_weights(module: Module) -> bool:
     """Whether it would have been one of the kinds, and no list of others."""
     own = any(True for _ in module.parameters(recurse=False)) or "parametrizations" in module._modules
-    return own or not module._modules or any(isinstance(each, Linear) for each in module.children())
+    listed = isinstance(module, (ModuleDict, ModuleList))
+    return own or not module._modules or (not listed and any(isinstance(each, Linear) for each in module.children()))
 
 
 def _is_small(module: Module) -> bool:

@@ -355,7 +355,7 @@ def watching(
 
 _HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)
 
-_ADAPTERS = ("peft.",)
+ADAPTERS = ("peft.",)
 """Packages whose modules compute with others' weights and exchange them meanwhile."""
 
 
@@ -377,7 +377,7 @@ def refusal(module: Module, parent: Module | None = None) -> str:
                 return f"{path + '.' if path else ''}{name} {problem}"
         if "parametrizations" in each._modules:
             return f"its parameters{where} are computed anew for each call (parametrizations)"
-    if parent is not None and type(parent).__module__.startswith(_ADAPTERS):
+    if parent is not None and type(parent).__module__.startswith(ADAPTERS):
         return f"it lies under an adapter ({type(parent).__name__}); merge and unload that first"
     return ""
 
