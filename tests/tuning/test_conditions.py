@@ -76,9 +76,19 @@ def test_a_cpus_condition_is_its_load_and_clock(monkeypatch, tmp_path, load, wan
     assert conditions.condition(torch.device("cpu")) == f"load={wanted},power=nominal"
 
 
-def test_without_nvml_nothing_is_said_of_a_gpu(monkeypatch):
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_without_nvml_and_on_amds_gpus_torch_tells_the_memory_alone(monkeypatch, cuda):
     monkeypatch.setattr(conditions, "_nvml", lambda: None)
-    assert conditions._of_gpu(0) == {}
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((90, 40, 10)[index], 100))
+    found = [conditions.condition(torch.device("cuda", index)) for index in range(3)]
+    assert found == ["memory=low", "memory=medium", "memory=high"]
+
+    def lost(index):
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
+    assert conditions.condition(torch.device("cuda", 0)) == ""
 
 
 def test_a_contest_records_the_condition_that_it_ran_under(monkeypatch):

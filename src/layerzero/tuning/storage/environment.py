@@ -2,7 +2,8 @@
 
 And the state that the machine was in, and the memory that a call may use there. Times compare within a condition, in
 buckets. On NVIDIA GPUs it is read through NVML, where nvidia-ml-py is installed (``layerzero[nvml]``): temperature,
-memory pressure, power state. On a CPU: load, and the clock where the system tells it. What cannot be read is left out.
+memory pressure, power state. Without it, and on AMD's GPUs, torch tells the memory pressure. On a CPU: load, and the
+clock where the system tells it. What cannot be read is left out.
 Where times of one call were taken under several conditions, those under the present one count, or else those under the
 one that most kernels share, and others count less. No time is multiplied by a factor for its condition: none was
 calibrated.
@@ -166,10 +167,10 @@ def bucket(value: float, low: float, high: float, names: tuple[str, str, str]) -
 
 def condition(device: torch.device) -> str:
     """The state of a device now, ``memory=low,power=boost,temperature=warm``; empty where nothing can be read."""
-    state = _of_gpu(device.index or 0) if device.type == "cuda" and torch.version.cuda else {}
-    if device.type == "cpu":
-        state = _of_cpu()
-    return text(state)
+    if device.type == "cuda":  # AMD's GPUs are of this type, too
+        told = _of_gpu(device.index or 0) if torch.version.cuda else {}
+        return text(told if "memory" in told else told | _memory_by_torch(device.index or 0))
+    return text(_of_cpu()) if device.type == "cpu" else ""
 
 
 def lately(device_type: str) -> str:
@@ -227,6 +228,16 @@ def _of_gpu(index: int) -> dict[str, str]:
         return {}
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return of_nvml(nvml, uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+
+
+def _memory_by_torch(index: int) -> dict[str, str]:
+    """The memory pressure as the runtime tells it, of all processes on the device."""
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+    except RuntimeError as error:
+        log.info("memory of cuda:%d is not recorded: %s", index, error)
+        return {}
+    return {"memory": bucket(1 - free / total, MEDIUM_MEMORY, HIGH_MEMORY, ("low", "medium", "high"))}
 
 
 def of_nvml(nvml: Any, uuid: str) -> dict[str, str]:
