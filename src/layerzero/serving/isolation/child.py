@@ -35,7 +35,7 @@ _LINE = 64  # where a result begins, in bytes: a line of the cache
 def work(job: messages.Serve, tell: Tell) -> None:
     """Serve calls until there is nothing that could make any."""
     calls = socket.socket(fileno=job.calls)
-    _keep_freed_memory()
+    keep_freed_memory()
     server = Server(Mapping(job.memory))
     os.close(job.memory)
     tell.found(messages.Hello(__version__, str(torch.__version__), os.getpid()))
@@ -47,7 +47,7 @@ def work(job: messages.Serve, tell: Tell) -> None:
     os._exit(0)  # what a library does at the end of a process is not waited for
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Have results of mixed sizes find the memory of earlier ones.
 
     Six sizes of 64 KiB to 24 MiB in turns made 12,000 page faults a round without this, and none with it. New pages
