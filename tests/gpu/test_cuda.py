@@ -139,17 +139,24 @@ def test_a_kernel_that_is_not_graph_safe_is_left_out_of_a_capture():
 @pytest.mark.parametrize(("call", "fits"), [
     ({}, {"flash": True, "efficient": True}),
     ({"head_dim": 264}, {"flash": False, "efficient": True}),
+    ({"head_dim": 320}, {"flash": False, "efficient": True}),
     ({"head_dim": 84}, {"flash": False, "efficient": False}),
+    ({"masked": True}, {"flash": False, "efficient": True}),
     ({"dtype": torch.float32}, {"flash": False, "efficient": True}),
 ])  # fmt: skip
 def test_limits_agree_with_torchs_own_check(call, fits):
-    query, key, value = (tensor.transpose(1, 2) for tensor in qkv(heads=(8, 8), **call))
-    params = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, False)
+    masked = "masked" in call
+    sizes = {name: each for name, each in call.items() if name != "masked"}
+    query, key, value = (tensor.transpose(1, 2) for tensor in qkv(heads=(8, 8), **sizes))
+    mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device="cuda").tril() if masked else None
+    params = torch.backends.cuda.SDPAParams(query, key, value, mask, 0.0, not masked, False)
     answers = {
         "flash": torch.backends.cuda.can_use_flash_attention(params),
         "efficient": torch.backends.cuda.can_use_efficient_attention(params),
     }
-    mine = {name: lz.validate(f"torch.sdpa.{name}", query, key, value, layout="BHSD")[0] for name in answers}
+    mine = {
+        name: lz.validate(f"torch.sdpa.{name}", query, key, value, layout="BHSD", attn_mask=mask)[0] for name in answers
+    }
     assert mine == fits
     for name, allowed in mine.items():
         assert not allowed or answers[name], f"torch refuses {name} for {call}"

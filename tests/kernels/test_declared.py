@@ -48,7 +48,21 @@ def wide(head_dim):
     return {"q": (2, 64, 8, head_dim), "k": (2, 64, 2, head_dim)}
 
 
+MASKED = {"attn_mask": meta(64, 64, dtype=torch.bool), "causal": False}
+
 CASES = [
+    # torch's own four; tests/gpu asks torch itself whether it takes them
+    ("torch.sdpa.flash", "A100", {}, set()),
+    ("torch.sdpa.flash", "A100", MASKED, {Code.ATTN_MASK_UNSUPPORTED}),
+    ("torch.sdpa.flash", "A100", wide(320), {Code.HEAD_DIM_TOO_LARGE}),
+    ("torch.sdpa.flash", "A100", wide(84), {Code.HEAD_DIM_ALIGNMENT}),
+    ("torch.sdpa.flash", "A100", {"dtype": torch.float32}, {Code.DTYPE_UNSUPPORTED}),
+    ("torch.sdpa.efficient", "A100", MASKED, set()),
+    ("torch.sdpa.efficient", "A100", wide(320), set()),
+    ("torch.sdpa.efficient", "A100", wide(84), {Code.HEAD_DIM_ALIGNMENT}),
+    ("torch.sdpa.cudnn", "H100", MASKED, {Code.ATTN_MASK_UNSUPPORTED}),
+    ("torch.sdpa.cudnn", "H100", wide(320), {Code.HEAD_DIM_TOO_LARGE}),
+    ("torch.sdpa.math", "A100", MASKED | wide(84), set()),
     # FlashAttention 2 and 3: Hopper alone has what 3 needs, and sm_120 says why not
     ("flash_attn.v3", "H100", {}, set()),
     ("flash_attn.v3", "RTX 5090", {}, {Code.SM_TOO_NEW, Code.INSTRUCTION_SET_MISMATCH}),
