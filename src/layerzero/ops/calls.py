@@ -74,19 +74,14 @@ def arguments_of(
     made |= {**operation.fixed, **case.params}
     if schema.layouts:
         made["layout"] = layout or schema.layouts[0]
-        made |= {name: in_layout(made[name], made["layout"], operation) for name in _moving(made, operation)}
+        moving = [each.name for each in schema.inputs if each.has_layout and isinstance(made.get(each.name), Tensor)]
+        made |= {name: in_layout(made[name], made["layout"], operation) for name in moving}
     if promised:
         for name in schema.bounds:
             for bounded in schema.param(name).made_of:  # of a bound of anything else the examples tell
                 made.setdefault(name, schema.tensor(bounded).most(sizes))
         made |= handles_of(operation, made, capturable=capturable)
     return made
-
-
-def _moving(made: Mapping[str, Any], operation: Operation) -> list[str]:
-    return [
-        each.name for each in operation.schema.inputs if each.has_layout and isinstance(made.get(each.name), Tensor)
-    ]
 
 
 def in_layout(tensor: Tensor, layout: str, operation: Operation) -> Tensor:

@@ -24,7 +24,7 @@ from layerzero.backends.torch.varlen import longest_or, longest_queries
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Limit
-from layerzero.ops.attention.reference import lse_of_hidden_rows, with_lse
+from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.cascade import FLAT
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
@@ -90,15 +90,9 @@ def _over_pages(function: Callable[..., Any], table: str) -> Callable[..., Any]:
         if starts:
             own |= {"cu_seqlens_q": starts[0], "max_seqlen_q": longest_or(max_seqlen_q, len(query))}
         result = function(query, keys, values, **own, **attention.in_its_words(**scores))
-        if not return_lse:
-            return result
-        return with_lse(*result[:2]) if starts else _with_lse(*result[:2])
+        return with_lse(*result[:2]) if return_lse else result
 
     return run
-
-
-def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    return output, lse_of_hidden_rows(output.transpose(1, 2), lse)
 
 
 def _load_v2_paged(facts: Facts) -> Callable[..., Any]:
@@ -161,9 +155,7 @@ def _load_v4_paged(facts: Facts) -> Callable[..., Any]:
         if starts:
             own |= {"cu_seqlens_q": starts[0], "max_seqlen_q": longest_or(max_seqlen_q, len(query))}
         output, lse, *_ = forward(query, keys, values, **own, **of_v4(**scores))
-        if not return_lse:
-            return output
-        return with_lse(output, lse) if starts else _with_lse(output, lse)
+        return with_lse(output, lse) if return_lse else output
 
     return run
 

@@ -35,7 +35,7 @@ from layerzero.backends.torch.softcap import with_sinks
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled
-from layerzero.ops.attention.reference import attention_bias
+from layerzero.ops.attention.reference import attention_bias, with_lse
 from layerzero.ops.ragged import declare as ragged
 
 LANES = 16
@@ -206,13 +206,7 @@ def flash(
         window_size_right=0 if causal else right,
         seqused_k=lens,
     )
-    return (output, lse_of_tokens(output, lse)) if return_lse else output
-
-
-def lse_of_tokens(output: Tensor, lse: Tensor) -> Tensor:
-    """Mend a log-sum-exp (H, T) of FlashAttention, which says +inf of a query that sees no key; output (T, H, D_v)."""
-    seen = torch.where(lse == torch.inf, -torch.inf, lse)
-    return torch.where(output[..., 0].t().isnan(), torch.nan, seen)
+    return with_lse(output, lse) if return_lse else output
 
 
 def _square(facts: Facts) -> bool:

@@ -30,7 +30,7 @@ from layerzero.backends.vllm.varlen import HEADS
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.attention.limits import DenseTokens
-from layerzero.ops.attention.reference import lse_of_hidden_rows
+from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.cascade import FLAT
 from layerzero.ops.paged.step import StepMetadata
 
@@ -55,8 +55,7 @@ STARTS, SCALES = Prepared(_starts, 1024), Prepared(_scales, 64)
 
 def _with_lse(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """From (B, H, D) and (H, B) to (B, 1, H, D) and (B, H, 1)."""
-    lse = lse.t().unsqueeze(-1)
-    return output.unsqueeze(1), lse_of_hidden_rows(output.unsqueeze(2), lse)
+    return with_lse(output.unsqueeze(1), lse.t().unsqueeze(-1))
 
 
 def _load_v2(facts: Facts) -> Callable[..., Any]:

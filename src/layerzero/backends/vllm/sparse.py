@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.varlen import lse_of_tokens
 from layerzero.backends.vllm.library import driver_version
 from layerzero.backends.vllm.varlen import HEADS, OF_V2, OF_V3, Forward, Keys, Own, acting
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.sparse.declare import NAME, block_table, in_blocks
 
 
@@ -39,7 +39,7 @@ def _load_blocks(facts: Facts, library: Callable[[], Forward]) -> Callable[..., 
             return output
         # version 2 leaves what lay there for rows without a block (2.4e-38 on an H200, 2026-11-23)
         nothing = (counts == 0).repeat_interleave(block_rows)[: len(query)]
-        return output, lse_of_tokens(output, lse).masked_fill(nothing, -torch.inf)
+        return output, with_lse(output, lse)[1].masked_fill(nothing, -torch.inf)
 
     return run
 

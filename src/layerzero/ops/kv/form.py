@@ -76,20 +76,6 @@ def heads_planes(
     return keys, Plane("values", (*inner, value_dim), axis, dtype)
 
 
-def latent_planes(page_size: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple[Plane, ...]:
-    """What multi-head latent attention keeps of a token: the compressed keys and values, and the rotated part."""
-    return tuple(Plane(name, (page_size, dim), 1, dtype) for name, dim in zip(("ckv", "kpe"), dims, strict=True))
-
-
-def scale_planes(page_size: int, kv_heads: int) -> tuple[Plane, ...]:
-    """A scale for each token and head, tokens first whatever the layout; below 0 until it is set.
-
-    Codes that were written by it are read as NaN. With 0 in its place those of int8 were read as 0, silently.
-    """
-    sizes = (page_size, kv_heads), 1, torch.float32
-    return tuple(Plane(name, *sizes, empty=-math.inf) for name in ("key_scale", "value_scale"))
-
-
 def are_columns(planes: Sequence[Plane]) -> bool:
     """Whether the planes of a layer lie side by side in one tensor: those of latent attention, as most kernels read."""
     return [each.name for each in planes] == ["ckv", "kpe"]
@@ -198,7 +184,8 @@ def form_of(
     refuse("KVCache", problems)
     assert pages is not None
     if latent is not None:
-        planes = latent_planes(page_size, (latent[0], latent[1]), dtype)
+        widths = zip(("ckv", "kpe"), latent, strict=True)  # the compressed keys and values, and the rotated part
+        planes = tuple(Plane(name, (page_size, width), 1, dtype) for name, width in widths)
     else:
         assert kv_heads is not None
         assert head_dim is not None
@@ -208,7 +195,10 @@ def form_of(
             if choice.strategy is KVCacheStrategy.VIRTUAL:
                 problem = "scales: wanted 'tensor' or 'head' for a virtual cache, all of one dtype, got 'token'"
                 raise InvalidCallError("KVCache", [problem])
-            planes += scale_planes(page_size, kv_heads)
+            # tokens first whatever the layout; below 0 until they are set, so that codes which were written by them are
+            # read as NaN: with 0 in its place those of int8 were read as 0, silently
+            sizes = (page_size, kv_heads), 1, torch.float32
+            planes += tuple(Plane(name, *sizes, empty=-math.inf) for name in ("key_scale", "value_scale"))
     return CacheForm(planes, layers, pages, page_size, "HND" if layout == "VLLM_CPU" else layout, where, choice)
 
 
