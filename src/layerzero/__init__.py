@@ -112,6 +112,7 @@ _MODULES = {"judges": "layerzero.core.judges", "limits": "layerzero.core.limits"
 _ALIASES = {  # the specification's longer names
     "DeviceSpec": "Device",
     "ExecutionPlan": "Plan",
+    "compile": "solve",
     "KernelSpec": "Kernel",
     "SelectionContext": "Facts",
     "SelectionContextBuilder": "FactsBuilder",

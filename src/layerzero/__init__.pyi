@@ -1,4 +1,4 @@
-# ruff: noqa: PYI021  # editors show these docstrings
+# ruff: noqa: PYI021, A001  # editors show these docstrings; one name is a built-in's
 # Written by `python -m tools docs` from the declarations; edit those.
 from collections.abc import Sequence
 from typing import Any, Literal, overload
@@ -213,6 +213,7 @@ __all__ = [
     "cascade_attention",
     "cast",
     "chosen_logprobs",
+    "compile",
     "configure",
     "confirm_suspects",
     "conv1d",
@@ -342,6 +343,7 @@ __version__: str
 
 DeviceSpec = Device
 ExecutionPlan = Plan
+compile = solve
 KernelSpec = Kernel
 SelectionContext = Facts
 SelectionContextBuilder = FactsBuilder

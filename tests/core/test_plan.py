@@ -25,7 +25,7 @@ def plan_of(name, *arguments, **options):
 def test_the_names_of_the_specification_say_what_the_plan_does():
     x = torch.randn(3, 71)
     plan = plan_of("rms_norm", x, torch.randn(71))
-    assert plan.transform_cost_total == 0
+    assert plan.transform_cost_total == plan.transform_bytes == 0
     assert not plan.uses_fallback
     assert plan.debug_info is plan.report
 
@@ -41,6 +41,7 @@ def test_only_what_moves_data_has_a_cost():
     plan = plan_of("attention", query, query, query, layout="BSHD")
     assert plan.kernel_id == "torch.sdpa.cpu_flash"
     assert plan.transform_cost_total == 3  # query, key and value are copied; the layout is a view
+    assert plan.transform_bytes == plan.report.to_dict()["transform_bytes"] == 3 * query.nbytes
 
 
 def test_a_report_counts_kernels_of_other_devices_and_keeps_their_reasons():

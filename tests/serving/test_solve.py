@@ -45,6 +45,7 @@ def test_a_call_has_the_kernel_of_the_smallest_bucket_that_holds_it():
     timed(8, 1, small=1.0, large=50.0)
     timed(32, 1, small=50.0, large=1.0)
     asked = model(layers=1)
+    assert lz.compile is lz.solve
     plan = solve(asked, buckets={"seq_len": [8, 32], "batch": [1]})
     small.clear()
     large.clear()

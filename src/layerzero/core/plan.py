@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,12 @@ def moves_data(adaptations: Iterable[Adaptation]) -> bool:
         if each.moves_data:
             return True
     return False
+
+
+def moved_bytes(adaptations: Iterable[Adaptation], facts: Facts) -> int:
+    """Bytes of the arguments of a call that are copied, repeated or cast; results that are cast do not count."""
+    moved = {each.argument for each in adaptations if each.moves_data} & set(facts.tensors)
+    return sum(math.prod(facts.tensors[name].shape) * facts.tensors[name].dtype.itemsize for name in moved)
 
 
 class Term(msgspec.Struct, frozen=True, gc=False):
@@ -203,6 +210,7 @@ class Report(msgspec.Struct, frozen=True):
             "operation": self.operation,
             "chosen": self.kernel_id,
             "score": round(self.chosen.score, 3) if self.chosen else None,
+            "transform_bytes": moved_bytes(self.chosen.adaptations, self.facts) if self.chosen else 0,
             "locked": self.locked or None,
             "notes": list(self.notes),
             "facts": self.facts.to_dict(),
@@ -308,6 +316,11 @@ class Plan:
     def transform_cost_total(self) -> int:
         """Number of transforms that move data."""
         return sum(adaptation.moves_data for adaptation in self.adaptations)
+
+    @property
+    def transform_bytes(self) -> int:
+        """Bytes of the arguments that these transforms move, of the call that it was made for."""
+        return moved_bytes(self.adaptations, self.report.facts)
 
     @property
     def uses_fallback(self) -> bool:
