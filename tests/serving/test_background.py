@@ -166,7 +166,7 @@ def test_builds_beside_each_other_have_seconds_of_their_own(apart, monkeypatch):
             (apart / f"{facts.size('hidden')}.so").touch()
             told(kernel, facts, BuildOutcome())
 
-    monkeypatch.setattr(build_child, "build_apart", both_at_once)
+    monkeypatch.setattr(background_builds, "build_apart", both_at_once)
     monkeypatch.setattr(background_builds, "GATHER_S", 0.5)
     lz.configure(jit="background")
     for hidden in (32, 64):

@@ -21,8 +21,8 @@ from layerzero.tuning.storage.files import FileLedger
 from layerzero.tuning.storage.store import StoreLedger
 
 PARTS = (
-    *("builds", "settings", "descriptors", "tables", "headroom", "graphs", "database", "health", "frozen", "ranks"),
-    "sets",
+    *("builds", "settings", "descriptors", "tables", "headroom", "graphs", "database", "health"),
+    *("libraries", "telemetry", "frozen", "ranks", "sets"),
 )
 
 

@@ -57,6 +57,8 @@ def answer(flags: BenchFlags) -> Answer:
     deadline = deadline_of(flags.budget_s)
     if flags.plot is not None or flags.html is not None:
         check(flags.plot, flags.html)
+    listing.kernels_exist(flags.kernel)
+    listing.kernels_exist(flags.without, "--without")
     compared = (_compared_plain if covers_plain(flags.operation) else _compared)(flags, deadline)
     found = compared.found
     bad = not found or any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)
@@ -79,8 +81,6 @@ def _compared_plain(flags: BenchFlags, deadline: Deadline) -> Compared:
     if flags.timed not in (None, TimedBy.CALL):
         raise ValueError(f"--timed: wanted call for an operation without tensors, got {flags.timed!r}")
     refuse_tensors("bench", flags.operation, flags)
-    listing.kernels_exist(flags.kernel)
-    listing.kernels_exist(flags.without, "--without")
     jobs = plain_jobs(flags.operation, plain_params(flags.param, flags.operation))
     with live(quiet=flags.json) as screen:
         return bench_plain(
@@ -90,8 +90,6 @@ def _compared_plain(flags: BenchFlags, deadline: Deadline) -> Compared:
 
 
 def _compared(flags: BenchFlags, deadline: Deadline) -> Compared:
-    listing.kernels_exist(flags.kernel)
-    listing.kernels_exist(flags.without, "--without")
     target = torch.device(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     times = timed_of(flags.timed, target)
     dtypes: Sequence[str] = dtypes_of(flags.dtypes, target)

@@ -5,11 +5,11 @@ A chart is a picture, or stands in a page that needs nothing else.
 
 from __future__ import annotations
 
-import html
 import io
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -213,13 +213,13 @@ def _short(each: Benched) -> str:
 
 def _page(found: Sequence[Benched]) -> Iterator[str]:
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>layerzero bench</title><style>{_STYLE}</style>'
-    yield f'<h1>Kernels side by side</h1><p class="what">{_text(_where())}</p>'
+    yield f'<h1>Kernels side by side</h1><p class="what">{escape(_where())}</p>'
     for operation, calls in _groups(found):
-        yield f"<h2>{_text(operation)}</h2>{_svg(operation, calls)}"
+        yield f"<h2>{escape(operation)}</h2>{_svg(operation, calls)}"
         for each in calls:
-            yield f'<h3>{_text(_short(each))}</h3><p class="what">{_text(described(each))}</p>'
+            yield f'<h3>{escape(_short(each))}</h3><p class="what">{escape(described(each))}</p>'
             if each.rough:
-                yield f"<p>{_text(each.rough)}: these times are rough</p>"
+                yield f"<p>{escape(each.rough)}: these times are rough</p>"
             yield from _html_table(each)
     yield "</html>\n"
 
@@ -245,18 +245,15 @@ def _svg(operation: str, calls: Sequence[Benched]) -> str:
 def _html_table(each: Benched) -> Iterator[str]:
     yield f"<table><tr>{''.join(f'<th>{header}</th>' for header in columns(each.timed))}</tr>"
     for line in each.lines:
-        row = "".join(f"<td>{_text(cell)}</td>" for cell in (line.name, *cells(line, each.timed)))
+        row = "".join(f"<td>{escape(cell)}</td>" for cell in (line.name, *cells(line, each.timed)))
         mark = ' class="chosen"' if line.chosen else ""
         yield f"<tr{mark}>{row}</tr>"
     yield "</table>"
-    yield from (f"<p>{_text(text)}</p>" for text in above(each))
+    yield from (f"<p>{escape(text)}</p>" for text in above(each))
     told = [text for line in each.lines for text in details(line)] + list(refusals(each.refused))
     if told:
-        yield f"<details><summary>refused or without a time, and why</summary>{'<br>'.join(map(_text, told))}</details>"
-
-
-def _text(text: str) -> str:
-    return html.escape(text)
+        text = "<br>".join(map(escape, told))
+        yield f"<details><summary>refused or without a time, and why</summary>{text}</details>"
 
 
 MOST_ROWS, FEW = fitting(12, screen=SMALL), 2

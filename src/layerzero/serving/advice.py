@@ -124,7 +124,8 @@ def _build(kernel: Kernel) -> str:
 
 
 def _of_settings(device: str, reports: Sequence[Report], *, called: bool) -> Iterator[Advice]:
-    unmeasured = [each for each in reports if not _is_measured(each)]
+    of_clocks = (Provenance.MEASURED, Provenance.IMPORTED)
+    unmeasured = [each for each in reports if each.chosen is None or each.chosen.provenance not in of_clocks]
     if called and unmeasured:
         calls = f"{len(unmeasured)} call{'s' * (len(unmeasured) > 1)}"
         yield Advice(f"layerzero tune --budget-s 300 measures {calls} of this machine that were not measured")
@@ -142,11 +143,6 @@ def _of_settings(device: str, reports: Sequence[Report], *, called: bool) -> Ite
         yield Advice(f"{name} may not run before it was vetted: layerzero vet --backend {name}")
     if current_policy().jit == "never":
         yield Advice("kernels that compile are never built: set jit: background")
-
-
-def _is_measured(report: Report) -> bool:
-    chosen = report.chosen
-    return chosen is not None and chosen.provenance in (Provenance.MEASURED, Provenance.IMPORTED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,7 @@ class Builds:
         while batch and not self._ending.is_set():
             chosen: dict[BuildIdentity, _Asked] = {}
             for waiting in batch:
-                found = waiting.context.run(self._choice, waiting)
+                found = waiting.context.run(wanted, waiting.facts, self._passed_over)
                 if found is not None:
                     chosen.setdefault(found.identity, _Asked(found, waiting))
                 self._ending.wait(BREATH_S)
@@ -200,11 +200,6 @@ class Builds:
                 ENGINE.new_winner()
             batch = self._run(left)
             self.building, self._taken = (), len(batch)
-
-    def _choice(self, waiting: Waiting) -> Chosen | None:
-        from layerzero.serving.own_builds import wanted
-
-        return wanted(waiting.facts, self._passed_over)
 
     def _passed_over(self, kernel: Kernel, facts: Facts) -> bool:
         """The same as ``given_up``; what the machine lacks is noted for these calls, too, so that others know."""
@@ -268,9 +263,6 @@ class Builds:
 
     def _run(self, asked: list[_Asked]) -> list[Waiting]:
         """Build, in children what they can build for this process; the calls whose builds failed."""
-        from layerzero.serving import own_builds  # here: a call should not wait for what these import
-        from layerzero.tuning.verification.build_child import build_apart
-
         contexts = {each.chosen.identity: each.waiting for each in asked}
         again: list[Waiting] = []
         began: dict[BuildIdentity, float] = {}  # several are under way at once
@@ -283,7 +275,7 @@ class Builds:
             self._tell(open_ones.values())
             waiting = contexts[each.identity]
             if not outcome.log and each.kernel.builds_apart and not self._ending.is_set():
-                outcome = waiting.context.run(own_builds.taken_over, each)
+                outcome = waiting.context.run(taken_over, each)
             if not self._accepted(each, outcome, seconds):
                 again.append(waiting)
 
@@ -299,7 +291,7 @@ class Builds:
         for each in chosen:
             if not each.kernel.builds_apart and not self._ending.is_set():
                 began[each.identity] = time.monotonic()
-                told(each, contexts[each.identity].context.run(own_builds.built_here, each))
+                told(each, contexts[each.identity].context.run(built_here, each))
         return again
 
     def _tell(self, building: Iterable[str]) -> None:

@@ -31,7 +31,6 @@ import msgspec
 import torch
 
 from layerzero.core.evidence import Provenance
-from layerzero.core.facts import Facts
 from layerzero.core.plan import Report
 from layerzero.engine.bucket_table import BucketTable
 from layerzero.engine.config import CONFIGURATION
@@ -312,7 +311,26 @@ def chosen_together(
     for name in {*settled, *largest[MOST_STEPS:]} & {*candidates}:
         candidates[name] = dict([next(iter(candidates[name].items()))])
     followed = [pair for pair in itertools.pairwise(sequence) if {*pair} <= {*candidates}]
-    found = together(candidates, followed, _Runs(run, reports, choices).seconds, passed)
+    before = dict(choices)
+
+    def seconds(kernels: Kernels) -> float:
+        """What a run takes, after one in which these kernels were chosen and packed their weights."""
+        policy = CONFIGURATION.policy
+        named = {name: (REGISTRY.kernel(each), reports[name].facts) for name, each in kernels.items()}
+        held = before | {name: choice_of(kernel, facts, policy) for name, (kernel, facts) in named.items()}
+        table = BucketTable((reports[name].facts, policy, name, each) for name, each in held.items())
+        ENGINE.frozen = Frozen(held, table)
+        ENGINE.bump()
+        try:
+            run()
+            began = _now_s()
+            run()
+            return _now_s() - began
+        finally:
+            ENGINE.frozen = None
+            ENGINE.bump()
+
+    found = together(candidates, followed, seconds, passed)
     for name, why in found.reasons.items():
         kernel = REGISTRY.kernel(found.kernels[name])
         chosen = choice_of(kernel, reports[name].facts, CONFIGURATION.policy)
@@ -341,34 +359,6 @@ def _times(report: Report, count: int) -> dict[str, float]:
         return {first.kernel.id: 0.0}
     near = sorted((us, name) for name, us in measured.items() if us <= NEAR * own)
     return {first.kernel.id: own} | {name: us for us, name in near[: MOST_KERNELS - 1]}
-
-
-class _Runs:
-    """Runs a model with the kernels of its plan, and others in some places."""
-
-    def __init__(
-        self, run: Callable[[], object], reports: Mapping[str, Report], choices: Mapping[str, FrozenChoice]
-    ) -> None:
-        self._run, self._choices = run, dict(choices)
-        self._facts: dict[str, Facts] = {name: reports[name].facts for name in choices}
-
-    def seconds(self, kernels: Kernels) -> float:
-        """What a run takes, after one in which these kernels were chosen and packed their weights."""
-        policy = CONFIGURATION.policy
-        others = {name: choice_of(REGISTRY.kernel(each), self._facts[name], policy) for name, each in kernels.items()}
-        held = self._choices | others
-        ENGINE.frozen = Frozen(
-            held, BucketTable((self._facts[name], policy, name, each) for name, each in held.items())
-        )
-        ENGINE.bump()
-        try:
-            self._run()
-            began = _now_s()
-            self._run()
-            return _now_s() - began
-        finally:
-            ENGINE.frozen = None
-            ENGINE.bump()
 
 
 def _now_s() -> float:

@@ -25,7 +25,7 @@ from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.own_builds import wanted
 from layerzero.serving.readiness_parts import BEFORE, PARTS, Looked, Part, PartState
 from layerzero.tuning.measurement.tune import every_call
-from layerzero.tuning.measurement.workload import every_call_of_file, model_text
+from layerzero.tuning.measurement.workload import every_call_of_file, model_compared
 from layerzero.tuning.storage.host_notes import FailedBuild, progress_of_others
 
 
@@ -272,9 +272,7 @@ def _builds(
 ) -> Readiness:
     """What is built of what calls would choose; the report of each call comes into ``reports``."""
     target = device_here(device).type
-    model = model_text(model)
-    if model and manifest is None:
-        raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
+    model = model_compared(model, manifest)
     jobs = every_call(target) if manifest is None else every_call_of_file(manifest, target, model=model)
     lacking: dict[BuildIdentity, LackingBuild] = {}
     failed: dict[BuildIdentity, LackingBuild] = {}

@@ -7,7 +7,7 @@ class alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
 from layerzero.core.arguments import told
@@ -138,11 +138,9 @@ class SpeculativeConfig:
 
     def told(self) -> str:
         """The algorithm and the fields that are not as they are by default."""
-        own = [f"{each.name}={getattr(self, each.name)!r}" for each in fields(self) if self._is_own(each.name)]
+        usual, given = asdict(type(self)()), asdict(self)
+        own = [f"{name}={getattr(self, name)!r}" for name, each in given.items() if each != usual[name]]
         return f"{self.algorithm}({', '.join(own)})"
-
-    def _is_own(self, name: str) -> bool:
-        return bool(getattr(self, name) != getattr(type(self)(), name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

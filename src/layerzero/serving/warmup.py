@@ -36,7 +36,7 @@ from layerzero.ops.calls import accepted, function_for, listed
 from layerzero.serving.background_builds import BUILDS
 from layerzero.serving.own_builds import outcome_of, wanted
 from layerzero.tuning.measurement.jobs import Job, Shape, check_params, jobs_of_cases, jobs_of_shape, operations_named
-from layerzero.tuning.measurement.workload import every_call_of_file, jobs_of_file, jobs_of_model, model_text
+from layerzero.tuning.measurement.workload import every_call_of_file, jobs_of_file, jobs_of_model, model_compared
 from layerzero.tuning.storage.host_notes import shortened
 from layerzero.tuning.verification.build_child import short_of_memory
 
@@ -208,9 +208,7 @@ def _asked(
     params: Mapping[str, Any],
 ) -> list[Job]:
     """The wanted calls. Raises: ValueError for two ways to say which."""
-    model = model_text(model)
-    if model and manifest is None:
-        raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
+    model = model_compared(model, manifest)
     if not isinstance(operation, str):
         return jobs_of_model(operation, shapes, device)
     if manifest is None:

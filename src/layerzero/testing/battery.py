@@ -115,10 +115,7 @@ class Battery:
 
     def _settings(self) -> list[CheckSetting]:
         layout = self.operation.layouts[0] if self.operation.layouts else ""
-        return [self._setting(dtype, layout) for dtype in self.operation.dtypes]
-
-    def _setting(self, dtype: torch.dtype, layout: str) -> CheckSetting:
-        return CheckSetting(self.operation, dtype, self.device, layout)
+        return [CheckSetting(self.operation, dtype, self.device, layout) for dtype in self.operation.dtypes]
 
     def _build(self, setting: CheckSetting) -> Play:
         def play(note: Note) -> Finding:
@@ -150,7 +147,7 @@ class Battery:
         for case in [base, *(each for each in small_cases(self.operation, self.device) if each.name != base.name)]:
             yield KernelCheck(f"case {case.name}, {dtype}", self._calls(functools.partial(one, setting, case)))
         for layout in self.operation.layouts[1:]:
-            other = self._setting(setting.dtype, layout)
+            other = replace(setting, layout=layout)
             yield KernelCheck(f"layout {layout}, {dtype}", self._calls(functools.partial(one, other, base)))
         for form in FORMS:
             yield KernelCheck(f"{form}, {dtype}", self._calls(functools.partial(reshaped, trial.call, form)))

@@ -47,14 +47,12 @@ class LimitBreak:
 
     Attributes:
         text: the bound in words, ``head_dim <= 256``.
-        lifted: the kernel without it.
         legal: calls on the legal side, with what they show; each must be right.
         illegal: calls that it alone refuses, with what they show.
         untried: why there are none, if so.
     """
 
     text: str
-    lifted: Kernel
     legal: tuple[tuple[str, Trial], ...]
     illegal: tuple[tuple[str, Trial], ...]
     untried: str = ""
@@ -96,13 +94,8 @@ def sized_bounds(kernel: Kernel, setting: CheckSetting, case: Case) -> Iterator[
             beyond = _first(lifted, setting, case, limit.name, illegal)
             untried = "" if taken else f"no legal call has {limit.name} {legal}"
             untried = untried or ("" if beyond else f"no call that it alone refuses has {limit.name} {illegal}")
-            yield LimitBreak(
-                text,
-                lifted,
-                ((f"{legal}", taken),) if taken else (),
-                ((f"{illegal}", beyond),) if beyond else (),
-                untried,
-            )
+            shown = ((f"{legal}", taken),) if taken else ()
+            yield LimitBreak(text, shown, ((f"{illegal}", beyond),) if beyond else (), untried)
 
 
 def _first(kernel: Kernel, setting: CheckSetting, case: Case, fact: str, size: int) -> Trial | None:
@@ -139,9 +132,9 @@ def dtype_bounds(kernel: Kernel, limit: Dtype, settings: list[CheckSetting], cas
         if name in limit.names:
             legal.append((name, trial))
         else:
-            refused.append(LimitBreak(f"dtype {name}", lifted, (), ((name, trial),)))
+            refused.append(LimitBreak(f"dtype {name}", (), ((name, trial),)))
     untried = "" if refused else "it takes every dtype of the operation"
-    yield LimitBreak(f"dtype in {limit.describe()}", lifted, tuple(legal), (), untried)
+    yield LimitBreak(f"dtype in {limit.describe()}", tuple(legal), (), untried)
     yield from refused
 
 
@@ -165,7 +158,7 @@ def other_bounds(
             if found and len(illegal) < PROBES and (alone := taken(lifted, setting.operation, trial.call)):
                 illegal.append((found[0].reason.message, alone))
         untried = "" if illegal else f"none of {len(trials)} calls is refused by it alone"
-        yield LimitBreak(limit.describe(), lifted, tuple(_legal(limit, base, trials)), tuple(illegal), untried)
+        yield LimitBreak(limit.describe(), tuple(_legal(limit, base, trials)), tuple(illegal), untried)
 
 
 def _unequal(setting: CheckSetting, base: Trial) -> Iterator[RandomCall]:

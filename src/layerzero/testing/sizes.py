@@ -43,11 +43,8 @@ class CheckSetting:
     device: str
     layout: str
 
-    def call(self, case: Case) -> RandomCall:
-        """The call that a case describes."""
-        return self._call(case, promised=False)
-
-    def _call(self, case: Case, *, promised: bool) -> RandomCall:
+    def call(self, case: Case, *, promised: bool = False) -> RandomCall:
+        """The call that a case describes; with handles if ``promised``."""
         return case_call(self.operation, case, self.dtype, layout=self.layout, device=self.device, promised=promised)
 
     def attempt(self, kernel: Kernel, case: Case) -> Trial | None:
@@ -61,7 +58,7 @@ class CheckSetting:
             return self.attempt(kernel, fuller)
         if trial is None or not trial.reasons or set(self.operation.schema.handles).isdisjoint(kernel.accepts):
             return trial
-        return taken(kernel, self.operation, self._call(case, promised=True)) or trial
+        return taken(kernel, self.operation, self.call(case, promised=True)) or trial
 
     def taken(self, kernel: Kernel, case: Case) -> Trial | None:
         """The same where the kernel may run the case; None otherwise."""

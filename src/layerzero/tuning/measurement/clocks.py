@@ -339,11 +339,11 @@ def taken_bytes(run: Callable[[], object], device: torch.device, counters: Any =
     return max(0, int(taken))
 
 
-def note(kernel: Kernel, facts: Facts, run: Callable[[], object], counters: Any = torch.cuda) -> None:
+def note(kernel: Kernel, facts: Facts, run: Callable[[], object]) -> None:
     """Measure a kernel that declares nothing, and remember it for its class; it ran before, and is warm."""
     if kernel.workspace_bytes is not None or facts.device.torch_type != "cuda":
         return
-    taken = taken_bytes(run, torch.device("cuda", facts.device.index), counters)
+    taken = taken_bytes(run, torch.device("cuda", facts.device.index))
     ENGINE.ledger.record_workspace(kernel, facts, taken)
     if not headroom.fits(kernel, facts, current_policy()):
         ENGINE.bump()

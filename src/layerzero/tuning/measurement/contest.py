@@ -237,7 +237,7 @@ def contest(
                 text = f"its copies alone take {least:.0f} us, another took {quickest_us:.0f}"
                 out.append(ContestEntry(candidate.kernel, Status.HOPELESS, None, text))
                 continue
-            made = _made_ready(candidate, report, call, truth, clock, graph)
+            made = _made_ready(candidate, report, call, truth, graph)
             if isinstance(made, ContestEntry):
                 out.append(made)
             else:
@@ -321,7 +321,7 @@ def plan_in_a_capture(kernel: Kernel, report: Report, call: RandomCall) -> tuple
 
 
 def _made_ready(
-    candidate: Candidate, report: Report, call: RandomCall, truth: Truth, clock: Clock, graph: bool
+    candidate: Candidate, report: Report, call: RandomCall, truth: Truth, graph: bool
 ) -> _Ready | ContestEntry:
     """Load a kernel, run it for the first time, and compare it with the truth."""
     kernel, facts = candidate.kernel, report.facts

@@ -95,9 +95,7 @@ def asked_jobs(
     of_grid = dict(head_dim=dims, seq_lens=seq_lens, batch_sizes=batch_sizes)  # noqa: C408  # as they are called
     narrow = {name: sizes for name, sizes in of_grid.items() if sizes is not None}
     narrowing = list(narrow)
-    model = workload.model_text(model)
-    if model and manifest is None:
-        raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {model!r} alone")
+    model = workload.model_compared(model, manifest)
     if manifest is not None and (shapes is not None or narrowing):
         raise ValueError(f"manifest: wanted it alone, got {', '.join(narrowing) or 'shapes'}, too")
     if shapes is not None and narrowing:

@@ -54,6 +54,14 @@ def model_text(model: str | Module) -> str:
     return f"{name} {found}"
 
 
+def model_compared(model: str | Module, manifest: str | os.PathLike[str] | None) -> str:
+    """The same of a model that a manifest is compared with. Raises: ValueError for one without a manifest."""
+    text = model_text(model)
+    if text and manifest is None:
+        raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {text!r} alone")
+    return text
+
+
 class Recorded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One call, and how often it was made."""
 

@@ -341,16 +341,12 @@ def refused(operations: Collection[str], device: torch.device) -> Counter[str]:
         for row in itertools.islice(rows(ledger.times.database), MOST_REFUSED)
         if row.facts.get("operation") in operations and row.environment.platform == here.platform and registered(row)
     ]
-    return _counted(asked, here)
+    return unlike(asked, here)
 
 
-def unlike(found: Iterable[Row]) -> Counter[str]:
-    """In what the environments of rows differ from those of this machine, and how many rows each; the same are left."""
-    return _counted(found, *devices_here())
-
-
-def _counted(found: Iterable[Row], *devices: Device) -> Counter[str]:
-    told = Counter(map(unlike_here(*devices), found))
+def unlike(found: Iterable[Row], *devices: Device) -> Counter[str]:
+    """In what environments of rows differ from those of devices, or of all here, and how many; the same are left."""
+    told = Counter(map(unlike_here(*(devices or devices_here())), found))
     del told[""]
     return told
 

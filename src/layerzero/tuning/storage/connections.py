@@ -158,7 +158,8 @@ def reading(path: Path) -> sqlite3.Connection:
     for mode in ("rw", "ro", "ro&immutable=1"):  # first so that the log of a process that died can be recovered
         connection = open_file(path, mode, READ_WAIT_S)
         try:
-            _check_made(connection, path)
+            if not check(connection):
+                raise FileNotFoundError(path)  # noqa: TRY301  # a process is making it
             connection.execute("PRAGMA query_only = 1")
         except sqlite3.OperationalError as error:
             connection.close()
@@ -169,11 +170,6 @@ def reading(path: Path) -> sqlite3.Connection:
         else:
             return connection
     raise failures[0]
-
-
-def _check_made(connection: sqlite3.Connection, path: Path) -> None:
-    if not check(connection):
-        raise FileNotFoundError(path)  # a process is making it
 
 
 NETWORK = frozenset(

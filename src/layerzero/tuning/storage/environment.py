@@ -98,9 +98,7 @@ class Surroundings:
         return found
 
 
-@functools.lru_cache(maxsize=64)
-def _surroundings(device: Device, threads: int) -> Surroundings:
-    return Surroundings(device, threads)
+_surroundings = functools.lru_cache(maxsize=64)(Surroundings)
 
 
 def surroundings(device: Device) -> Surroundings:

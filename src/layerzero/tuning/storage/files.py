@@ -72,7 +72,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 def _date(at_unix_s: float) -> str:
     try:
-        return datetime.fromtimestamp(at_unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        return f"{datetime.fromtimestamp(at_unix_s, UTC):%Y-%m-%d %H:%M UTC}"
     except (OverflowError, OSError, ValueError):
         return f"at {at_unix_s} s, which is no date"
 

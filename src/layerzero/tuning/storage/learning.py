@@ -84,11 +84,6 @@ def _identity(row: Row) -> tuple[object, ...]:
     return row.work.key, row.graph, row.kernel, row.environment.key, row.condition, row.source, row.origin
 
 
-def subject_of(row: Row) -> Subject:
-    """The model that a row belongs to."""
-    return row.work.family, row.graph, row.kernel, row.environment.key, row.adapts
-
-
 def insert(connection: sqlite3.Connection, rows: Iterable[Row]) -> Kept:
     """Insert rows, unless the same thing was measured later, and mark what they teach; inside a transaction."""
     lessons: dict[Subject, list[Row]] = {}
@@ -151,7 +146,7 @@ def _insert(connection: sqlite3.Connection, row: Row, work: Work, values: Sequen
 def remove(connection: sqlite3.Connection, rows: Sequence[Row]) -> Kept:
     """Delete rows, what was learnt from them, and works and environments that no row speaks of any more."""
     connection.executemany(_FORGET, [_identity(row) for row in rows])
-    subjects = {subject_of(row) for row in rows}
+    subjects = {(row.work.family, row.graph, row.kernel, row.environment.key, row.adapts) for row in rows}
     connection.executemany(_UNLEARN, list(subjects))
     _mark(connection, subjects)
     connection.execute("DELETE FROM works WHERE key NOT IN (SELECT work FROM times)")

@@ -105,15 +105,25 @@ def check_finding(finding: Finding) -> None:
 
 def unlike(record: Record, devices: Iterable[Device]) -> str:
     """The first thing in which a record differs from this machine; empty where it holds here."""
+    here = _versions_here(record.kernel, record.versions, devices)
+    return here if isinstance(here, str) else _first_unlike(here, msgspec.structs.asdict(record.versions))
+
+
+def _versions_here(kernel_id: str, there: Versions, devices: Iterable[Device]) -> dict[str, str] | str:
+    """What a finding or a build of a kernel would hold for here, on a device like that; or why there is no such one."""
     try:
-        kernel = REGISTRY.kernel(record.kernel)
+        kernel = REGISTRY.kernel(kernel_id)
     except KeyError:
-        return f"{record.kernel}: wanted a kernel that is registered here"
+        return f"{kernel_id}: wanted a kernel that is registered here"
     several = [versions_of(kernel, device) for device in devices]
-    here = next((each for each in several if each.device == record.versions.device), several[-1])
-    for name in Versions.__struct_fields__[::-1]:  # the capability and the device tell more than versions
-        wanted, got = getattr(here, name), getattr(record.versions, name)
-        if wanted != got:
+    return msgspec.structs.asdict(next((each for each in several if each.device == there.device), several[-1]))
+
+
+def _first_unlike(here: Mapping[str, str], there: Mapping[str, str]) -> str:
+    """The first difference; the capability and the device tell more than versions. A compiler may be absent here."""
+    for name in (*Versions.__struct_fields__[::-1], *sorted({*here, *there} - {*Versions.__struct_fields__})):
+        wanted, got = here.get(name, ""), there.get(name, "")
+        if wanted != got and (wanted or name not in HOST_COMPILERS):
             return f"{name}: wanted {wanted or 'none'}, got {got or 'none'}"
     return ""
 
@@ -246,19 +256,12 @@ def check_build(build: PassedBuild) -> None:
 
 def _unlike_build(build: PassedBuild) -> str:
     """The first thing in which what made a build differs from this machine; empty where nothing does."""
-    try:
-        kernel = REGISTRY.kernel(build.kernel)
-    except KeyError:
-        return f"{build.kernel}: wanted a kernel that is registered here"
-    several = [versions_of(kernel, device) for device in devices_here()]
-    versions = next((each for each in several if each.device == build.versions.device), several[-1])
-    here: dict[str, str] = msgspec.structs.asdict(versions) | made_by()
-    there: dict[str, str] = msgspec.structs.asdict(build.versions) | build.made_by
-    for name in (*Versions.__struct_fields__[::-1], *sorted({*made_by(), *build.made_by})):
-        wanted, got = here.get(name, ""), there.get(name, "")
-        if wanted != got and (wanted or name not in HOST_COMPILERS):
-            return f"{name}: wanted {wanted or 'none'}, got {got or 'none'}"
-    folder = folder_of(kernel)
+    here = _versions_here(build.kernel, build.versions, devices_here())
+    if isinstance(here, str):
+        return here
+    if why := _first_unlike(here | made_by(), msgspec.structs.asdict(build.versions) | build.made_by):
+        return why
+    folder = folder_of(REGISTRY.kernel(build.kernel))
     if folder is None:
         return f"{build.kernel}: wanted a folder in which its library keeps builds, got none"
     inside = {folder / each for file in build.files for each in PurePosixPath(file.name).parents}

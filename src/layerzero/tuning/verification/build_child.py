@@ -313,7 +313,7 @@ def build_apart(
             told(kernel, facts, BuildOutcome(str(end), lasting=hangs or end.verdict is not None))
 
     for of_one in by_device(unique.values()):
-        named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in of_one)]))
+        named = homes((kernel for kernel, _ in of_one), modules)
         lanes = _lanes(of_one)
         tasks = deque(
             Task(

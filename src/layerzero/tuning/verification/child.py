@@ -154,10 +154,14 @@ class Reply(msgspec.Struct, frozen=True):
         return self.verdict not in (None, Verdict.PASSED)
 
 
-def homes(kernels: Iterable[Kernel]) -> list[str]:
-    """Modules that a child has to import to know kernels; built-in ones and entry points it finds by itself."""
-    found = dict.fromkeys(home_of(each) for each in kernels if each.backend.origin != "entry_point")
-    return [home for home in found if home and home != "__main__" and not home.startswith("layerzero.")]
+def homes(kernels: Iterable[Kernel], modules: Iterable[str] = ()) -> list[str]:
+    """Modules that a child has to import, and those by which it knows kernels; built-in ones and entry points it finds.
+
+    Each is named once.
+    """
+    found = (home_of(each) for each in kernels if each.backend.origin != "entry_point")
+    own = (home for home in found if home and home != "__main__" and not home.startswith("layerzero."))
+    return list(dict.fromkeys([*modules, *own]))
 
 
 def work(question: ChildTask, tell: Tell) -> None:

@@ -78,8 +78,8 @@ def confirm_suspects(
     tasks: list[Task] = []
     for suspect in ENGINE.ledger.suspects():
         if suspect.verdict is None or again:
-            own = homes([known[suspect.kernel_id]] if suspect.kernel_id in known else [])
-            question = ChildTask(suspect.kernel_id, suspect.call, list(dict.fromkeys([*modules, *own])))
+            named = homes([known[suspect.kernel_id]] if suspect.kernel_id in known else [], modules)
+            question = ChildTask(suspect.kernel_id, suspect.call, named)
             tasks.append(Task(question, suspect.kernel_id, timeout_s, f"child {len(tasks)}", suspect))
     ask(tasks, told)
     if found:
@@ -151,8 +151,7 @@ def rehearse(
         shares, tasks = _shares(of_one, most), []
         for lane, share in enumerate(shares):
             for kernel, facts in share:
-                named = list(dict.fromkeys([*modules, *homes([kernel])]))
-                question = ChildTask(kernel.id, CallRecipe.of(facts), named, compare=False)
+                question = ChildTask(kernel.id, CallRecipe.of(facts), homes([kernel], modules), compare=False)
                 tasks.append(Task(question, kernel.id, TIMEOUT_S, f"child {lane}", (kernel, facts)))
         ask(tasks, told, len(shares), stop, apart_on(of_one[0][1].device))
     if any(reply.guilty for _, _, reply in found):

@@ -118,8 +118,7 @@ class Vetted:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        found: dict[str, object] = msgspec.to_builtins(self)
-        return found
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         return f"{self.kernel_id} for {self.call_class}: {self.verdict or 'not vetted'}: {self.detail}"
@@ -308,7 +307,7 @@ def vet_calls(
             raise RuntimeError(f"a vetting process did not get to work ({left} classes left): {end.reason}")
         keep(task.about, end.verdict, str(end), reached=end.kind != "stopped")
 
-    named = list(dict.fromkeys([*modules, *homes(kernel for kernel, _ in unique.values())]))
+    named = homes((kernel for kernel, _ in unique.values()), modules)
     try:
         for of_one in by_device(((name, kernel), facts) for name, (kernel, facts) in unique.items()):
             run_apart(
