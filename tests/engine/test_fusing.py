@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -221,3 +223,10 @@ def test_a_temperature_overflows_nothing_in_half_precision():
     compiled = torch.compile(lambda rows: lz.softmax(rows, temperature=0.5), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(rows), torch.full_like(rows, 1 / 8))
+
+
+def test_the_engine_may_be_imported_first_within_a_scope():
+    within = "with SCOPES.scope({'debug': True}): import layerzero.engine.fusion"
+    code = f"from layerzero.engine.config import SCOPES\n{within}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -56,12 +56,6 @@ class Fusing:
         self.wish = "wished" if self.why else ""
 
 
-FUSING = Fusing()
-"""What holds in this process."""
-
-SCOPES.watch(FUSING.scoped)
-
-
 def wishes(policy: Policy, *, frozen: bool, registered: bool) -> str:
     """Why compiled code has to choose a kernel when it runs; empty without wishes.
 
@@ -80,6 +74,12 @@ def wishes(policy: Policy, *, frozen: bool, registered: bool) -> str:
     if registered:
         return "kernels that the program registered"
     return ""
+
+
+FUSING = Fusing()
+"""What holds in this process."""
+
+SCOPES.watch(FUSING.scoped)  # a scope may be open already
 
 
 def expression_of(function: Function) -> Expression | None:
