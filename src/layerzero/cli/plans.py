@@ -212,11 +212,11 @@ def ready(
     """Tell whether traffic may come.
 
     A line for each part: builds, settings, descriptors, tables (each call finds a kernel), headroom (workspaces fit
-    into what is free), the database of times, health (kernels that rest, suspects, bans), frozen choices, ranks,
-    sets. Looks at every call of the manifest, or else at what this machine called so far. What libraries keep on
-    disk counts as built; of what only the serving process can build, and of kernels that rest there,
-    lz.readiness_check tells in that process, as do the probes of serve-health. Nothing runs, and nothing is built.
-    A build that failed on this machine is listed with its reason and with the kernel that serves in its place;
+    into what is free), the database of times, health (kernels that rest, suspects, bans), libraries, telemetry,
+    frozen choices, ranks, sets. Looks at every call of the manifest, or else at what this machine called so far.
+    What libraries keep on disk counts as built; of what only the serving process can build, and of kernels that rest
+    there, lz.readiness_check tells in that process, as do the probes of serve-health. Nothing runs, and nothing is
+    built. A build that failed on this machine is listed with its reason and with the kernel that serves in its place;
     traffic need not wait for it. Exits with 0 if traffic may come, with 1 if a part is not ready: a build is
     missing that warmup would make, or calls would raise or run out of memory. With --strict also with 1 where a
     part is degraded.

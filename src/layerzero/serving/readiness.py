@@ -171,7 +171,7 @@ class Readiness:
         lacking: the builds that are missing, those first that most calls lack.
         failed: the builds that calls would choose and that failed on this machine: the next kernel serves.
         complete: how many of the calls have all that they would choose.
-        parts: settings, descriptors, tables, headroom, database, health, frozen choices, ranks, sets: a line each.
+        parts: a line for each other part that ``lz.readiness_check`` names.
     """
 
     calls: int
@@ -237,8 +237,8 @@ def readiness_check(
     """Tell whether traffic may come. Nothing runs, and nothing is built.
 
     Every part has a line: builds, settings, descriptors, tables (each call finds a kernel), headroom (workspaces fit
-    into what is free), the database of times, health (kernels that rest, suspects, bans), frozen choices, ranks,
-    and sets.
+    into what is free), the database of times, health (kernels that rest, suspects, bans), libraries (none
+    harms another), telemetry (listeners take their events), frozen choices, ranks, and sets.
 
     A kernel that compiles is built if this process built it, or if an earlier one left it in its library's cache. What
     failed to build on this machine is listed with its reason and with what serves in its place, and is not waited for,
