@@ -76,9 +76,8 @@ def test_the_policy_of_the_calls_scope_decides(here):
     assert len(here.builds) == 1
 
 
-def test_the_queue_is_bounded_and_drops_the_oldest(here, monkeypatch):
-    monkeypatch.setattr(background_builds, "MAX_WAITING", 2)
-    lz.configure(jit="background")
+def test_the_queue_is_bounded_and_drops_the_oldest(here):
+    lz.configure(jit="background", builds={"max_waiting": 2})
     lz.rms_norm(*CALL)
     assert here.began.wait(LIMIT_S)
     for hidden in (64, 128, 256):

@@ -160,6 +160,8 @@ def test_an_old_manifest_is_used_with_a_warning(tmp_path):
     Manifest(FORMAT, time.time() - 8 * 86400, "0.1.0", []).save(file)
     with pytest.warns(lz.LayerZeroWarning, match="recorded 8 days ago"):
         Manifest.load(file)
+    lz.configure(manifest={"stale_days": 9})
+    Manifest.load(file)  # warnings are errors
 
 
 @pytest.mark.parametrize("asked", [lz.tune, lz.warmup])

@@ -206,6 +206,12 @@ SETTINGS: dict[str, Setting] = {
     ),
     "cache.enabled": Setting(bool, True, "keep plans; false chooses anew on each call"),
     "cache.max_size": Setting(int, 10_000, "plans kept for each policy"),
+    "builds.max_waiting": Setting(
+        int, 1000, "calls that wait for builds in the background; of more the oldest are dropped", least=1, scoped=False
+    ),
+    "manifest.stale_days": Setting(
+        float, 7.0, "age from which a recorded workload is used with a warning: programs change", scoped=False
+    ),
     "explain_enabled": Setting(bool, True, "explanations are always available", built=False),
     "plan_mode": Setting(
         bool, False, "lz.solve chooses kernels of calls that follow each other together, by runs of the model"
@@ -267,7 +273,7 @@ DECIDE_NOTHING = frozenset({
     *("log_selections", "explain_enabled", "sampling_rate", "vet_in_background", "tune_samples", "auto_tune_on_warmup"),
     "plan_mode",
     *("cache.enabled", "cache.max_size", "perfdb.enabled", "perfdb.path", "telemetry_sampling_rate"),
-    "isolation.timeout_s",
+    *("isolation.timeout_s", "builds.max_waiting", "manifest.stale_days"),
     *("memory.safety_factor", "memory.block_share", "memory.max_age_s", "memory.fragmentation", "memory.large_pages"),
 })  # fmt: skip
 """Settings that ranks which agree may have otherwise than the others: what they choose among is the same.

@@ -41,9 +41,6 @@ from layerzero.tuning.verification.build_child import build_apart
 
 log = logging.getLogger("layerzero")
 
-MAX_WAITING = 1000
-"""Calls that wait; of further ones the oldest are dropped, and counted."""
-
 MAX_ASKED = 10_000
 """Builds that are remembered as requested."""
 
@@ -136,7 +133,7 @@ class Builds:
             while len(self._asked) + len(lacks) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
             self._asked.update(dict.fromkeys(lacks))
-            if len(self._waiting) >= MAX_WAITING:
+            while len(self._waiting) >= policy["builds.max_waiting"]:
                 for dropped in self._waiting.popleft().lacks:
                     self._asked.pop(dropped, None)
                 self.dropped += 1

@@ -35,15 +35,13 @@ from layerzero.core.plan import Plan
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import forking
 from layerzero.core.system.disk import check_place, write_whole
+from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.plan_document import model_of
 from layerzero.tuning.measurement.jobs import Job
 
 FORMAT = 1
-
-STALE_DAYS = 7
-"""A manifest older than this is used with a warning: programs change."""
 
 
 def model_text(model: str | Module) -> str:
@@ -88,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def load(path: str | os.PathLike[str], *, model: str | Module = "") -> Manifest:
-        """Read a manifest; warn of one that is older than a week.
+        """Read a manifest; warn of one that is older than ``manifest.stale_days`` says.
 
         Raises: ValueError for a file that is none, of another format, or of another model than the one given.
         """
@@ -110,7 +108,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 got = f"{recorded.call.operation}, {recorded.count} times"
                 raise ValueError(f"{path}: wanted calls of known operations, made at least once, got {got}")
         age_days = (time.time() - manifest.created_unix_s) / 86400
-        if age_days > STALE_DAYS:
+        if age_days > CONFIGURATION.policy["manifest.stale_days"]:
             warnings.warn(
                 f"{path}: it was recorded {age_days:.0f} days ago; record it again if the program changed since",
                 LayerZeroWarning,
