@@ -77,6 +77,39 @@ def test_calls_that_want_logits_get_them():
     assert len(model.train()(**given, return_dict=False)[1]) == 2
 
 
+class Handing(nn.Module):
+    """Hands on names that it lacks, and arguments that are None, as PEFT's models do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def forward(self, input_ids=None, labels=None, output_attentions=None, return_dict=None, **more):
+        told = {"output_attentions": output_attentions, "return_dict": return_dict}
+        return self.model(input_ids=input_ids, labels=labels, **told, **more)
+
+
+def test_the_loss_within_a_wrapper_is_taken_once():
+    model = Handing(Handing(made())).train()
+    wanted = step(model, batch())
+    report = lz.optimize(model, training=True)
+    assert [each.path for each in report.replaced if each.kind == LOSS] == ["model.model"], str(report)
+    assert not report.left
+    assert "run their own code now" not in str(report), "a proof resets buffers, which the loss does not rest on"
+    torch.testing.assert_close(step(model, batch()), wanted, rtol=1e-4, atol=1e-5)
+    assert model(**batch()).logits is None
+    report.undo()
+    model.model.model.lm_head = nn.Sequential(model.lm_head)
+    (why,) = (each.why for each in lz.optimize(model, training=True).left)
+    assert why == "its output layer is torch.nn.modules.container.Sequential, wanted torch.nn.Linear"
+
+
 def test_a_hook_or_another_output_layer_is_respected():
     model = made().train()
     lz.optimize(model, training=True)

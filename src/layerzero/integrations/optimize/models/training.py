@@ -95,6 +95,7 @@ class Head(State):
         passes: whether the forward gives the layer's logits to its loss function as they are; None before a call.
     """
 
+    asks = False
     passes: bool | None = None
 
     def __init__(self, model: Any) -> None:
@@ -108,7 +109,8 @@ class Head(State):
             return False
         if torch.compiler.is_compiling() or in_transform():
             return False
-        if len(given) > 1 or not named.keys() <= TAKEN or not isinstance(named.get("labels"), Tensor):
+        asked = {name for name, each in named.items() if each is not None}  # PEFT hands all on that it knows
+        if len(given) > 1 or not asked <= TAKEN or not isinstance(named.get("labels"), Tensor):
             return False
         same = model.loss_function is self.function and type(model).forward is self.forward
         return same and model.config.return_dict and not _head_problem(model, self.layer)
@@ -119,7 +121,7 @@ class Head(State):
         own, size = model.__dict__.get("_loss_function"), self.layer.weight.shape[0]
 
         def loss(logits: Any, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **more: Any) -> Tensor:
-            if type(logits) is not _Rows or vocab_size != size or more:
+            if type(logits) is not _Rows or vocab_size != size or any(each is not None for each in more.values()):
                 raise _TouchedError
             return _loss(logits.hidden, self.layer.weight, self.layer.bias, labels, num_items_in_batch)
 
@@ -135,7 +137,8 @@ class Head(State):
 def _head_problem(model: Any, layer: Any) -> str:
     """Why rows may not pass an output layer by; empty where nothing speaks against it."""
     if model.get_output_embeddings() is not layer or type(layer) is not Linear:
-        return f"its output layer is {type(layer).__name__}, wanted torch.nn.Linear"
+        kind = type(layer)
+        return f"its output layer is {kind.__module__}.{kind.__qualname__}, wanted torch.nn.Linear"
     return refusal(layer)
 
 
@@ -191,7 +194,8 @@ def _norms(root: Module) -> Iterator[Replaced | Left]:
 def _losses(root: Module) -> Iterator[Replaced | Left]:
     library: Any = sys.modules.get("transformers.loss.loss_utils")
     for path, module in root.named_modules() if library is not None else ():
-        if getattr(module, "loss_type", "") != "ForCausalLM" or not hasattr(module, "get_output_embeddings"):
+        own = hasattr(type(module), "get_output_embeddings")  # not of what hands names on to a model, as PEFT does
+        if not own or getattr(module, "loss_type", "") != "ForCausalLM":
             continue
         model: Any = module
         why = ""

@@ -111,6 +111,7 @@ class State:
         many: from how many rows a call is computed as the last of these sizes is.
         called: a submodule that the new forward calls as the module's own does, so that nothing in it was proved.
         sets: what the module has on itself while the new forward is on it, and had not before.
+        asks: whether calls ask for the stamp.
         first: the name of the first argument of the module's own forward.
         over: what lies over it (:class:`~layerzero.integrations.optimize.models.compiled.Over`), and the forward
             beneath.
@@ -121,6 +122,7 @@ class State:
     own_at: tuple[bool, ...] = ()
     many = FROM_MANY
     called: Module | None = None
+    asks = True
     first = ""
     over: tuple[State, Forward] | None = None
 

@@ -318,7 +318,7 @@ class Optimized:
         late = sum(each.late for each in self.packs)
         if late:
             lines.append(f"{late} writes into weights were seen late: some calls computed with what was packed before")
-        gone = sum(each.stamp is not None and not each.stamp.last.same for each in self._states_on)
+        gone = sum(each.asks and each.stamp is not None and not each.stamp.last.same for each in self._states_on)
         if gone:
             lines.append(f"{gone} run their own code now: what their proof rests on changed; undo() and optimize again")
         for state in self.states:
