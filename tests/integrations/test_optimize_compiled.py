@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,6 +53,7 @@ def test_what_is_faster_runs_for_its_shapes_alone(monkeypatch: pytest.MonkeyPatc
     assert report.timed.speedup == pytest.approx(10.0)
     stock, before = Model().eval(), library.calls
     stock.load_state_dict(model.state_dict())
+    assert inspect.signature(model.forward) == inspect.signature(stock.forward)
     x = torch.randn(2, 3, 8)
     with torch.no_grad():
         got, wanted = model(x=x), stock(x=x)
