@@ -75,3 +75,10 @@ def test_random_calls(monkeypatch):
     monkeypatch.setattr("layerzero.testing.generate.FUNCTIONS_BY_NAME", {"rope_one": FUNCTIONS["rope_one"]})
     report = fuzz.run(examples(60), 9)
     assert report.ok, str(report)
+
+
+def test_one_tensor_given_to_rope_is_answered_by_the_name_of_the_function_for_one():
+    x, table = torch.randn(6, 2, 8), torch.randn(6, 4)
+    with pytest.raises(TypeError, match=r"lz\.rope_one\(input, cos, sin\) rotates one tensor"):
+        lz.rope(x, table, table)
+    assert lz.rope_one(x, table, table).shape == x.shape

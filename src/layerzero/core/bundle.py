@@ -78,4 +78,5 @@ def lacking(function: Function, missing: Sequence[str], given: Mapping[str, Any]
         return f"{name} ({', '.join(axes)})" if axes else f"{name}: {types[name]}"
 
     shapes = [f"{name} {tuple(value.shape)}" for name, value in given.items() if isinstance(value, torch.Tensor)]
-    return f"; wanted {', '.join(map(wanted, missing))}, got {', '.join(shapes) or 'no tensor'}"
+    meant = f"; {function.lacking}" if function.lacking else ""
+    return f"; wanted {', '.join(map(wanted, missing))}, got {', '.join(shapes) or 'no tensor'}{meant}"

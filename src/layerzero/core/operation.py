@@ -300,6 +300,7 @@ class Function:
         may_share_storage: pairs of tensors that may lie in one storage although one of them is written into.
         renamed: names that it and its arguments had before, with those of today. The function's own still work, with a
             DeprecationWarning; those of arguments raise a TypeError that names the new one.
+        lacking: what a call without its required arguments may have meant, for the end of the error.
         parameters: the public parameters in order, then the tensors that callers give by the name of a number.
         given_as: the names of those tensors, with the name that each is given by.
         tensors: names of the parameters that are tensors.
@@ -317,6 +318,7 @@ class Function:
     state: frozenset[str] = frozenset()
     may_share_storage: frozenset[frozenset[str]] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    lacking: str = ""
     parameters: Sequence[inspect.Parameter] = field(init=False, repr=False, compare=False)
     given_as: Mapping[str, str] = field(init=False, repr=False, compare=False)
     tensors: tuple[str, ...] = field(init=False, repr=False, compare=False)

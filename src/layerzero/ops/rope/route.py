@@ -241,7 +241,14 @@ def apart(left: Tensor, right: Tensor) -> bool:
             return False
 
 
-ROPE_FUNCTION = Function("rope", rope, functools.partial(routed, "rope", ROPE), (ROPE,), draw=draw.rope)
+ROPE_FUNCTION = Function(
+    name="rope",
+    signature=rope,
+    route=functools.partial(routed, "rope", ROPE),
+    operations=(ROPE,),
+    draw=draw.rope,
+    lacking="lz.rope_one(input, cos, sin) rotates one tensor",
+)
 ROPE_IN_PLACE = Function(
     name="rope_",
     signature=rope_,
