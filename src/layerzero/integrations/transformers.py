@@ -77,7 +77,7 @@ _float_masked: set[type] = set()
 def register_with_transformers(name: str = "layerzero") -> None:
     """Make ``attn_implementation=name`` known to Transformers, for ``from_pretrained`` and ``set_attn_implementation``.
 
-    Where there is an interface for experts (5.0 on), ``experts_implementation=name`` is known as well. Registers the
+    From 5.7 on, which takes further names of experts, ``experts_implementation=name`` is known as well. Registers the
     attention, the mask function and the experts; doing it again changes nothing. Models that cannot be served are then
     refused when they are loaded, with the settings that work for them; a model that computes no attention gets a
     warning. Transformers has no entry points for attention (5.23), so this has to be called before a model is loaded.
