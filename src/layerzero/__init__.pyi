@@ -420,7 +420,7 @@ def alibi_bias(
     Args:
         slopes: one for each head; ``lz.alibi_slopes(heads)`` makes those of the paper, for any number of heads.
         causal: -inf at keys beyond the query, since a mask comes in place of ``causal=True`` there.
-        out_dtype: a floating dtype.
+        out_dtype: a floating dtype of at least 16 bits.
     Raises: InvalidCallError for other shapes or dtypes, and for lengths below 1 or above 2**24.
     Source: arXiv:2108.12409.
     """

@@ -62,7 +62,7 @@ def test_a_word_that_names_no_set_gets_the_nearest():
 
 
 def test_a_set_may_be_named_by_its_operations():
-    found = served("norm.rms, attention.causal, activation.gelu,norm.rms", Device.detect("cpu"))
+    found = served("norm.rms, attention.causal, activation.gelu,norm.rms,", Device.detect("cpu"))
     assert [each.operation for each in found if not each.operation.startswith("attention.")] == [
         "norm.rms",
         "activation.gelu",

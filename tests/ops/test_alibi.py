@@ -88,7 +88,8 @@ def test_gradients_by_finite_differences():
         ({"kv_len": -3}, "kv_len: wanted 1 to 16777216, got -3"),
         ({"kv_len": 2**24 + 1}, "kv_len: wanted 1 to 16777216, got 16777217"),
         ({"kv_len": 2.5}, "kv_len: wanted int, got 2.5"),
-        ({"out_dtype": torch.int32}, "out_dtype: wanted a floating dtype, got int32"),
+        ({"out_dtype": torch.int32}, "out_dtype: wanted a floating dtype of at least 16 bits, got int32"),
+        ({"out_dtype": torch.float8_e4m3fn}, "of at least 16 bits, got float8_e4m3"),
     ],
 )
 def test_what_means_nothing_is_refused_with_wanted_and_got(change, words):

@@ -75,7 +75,7 @@ WRONG = {
         "add_residual_",
         (numbers(1, 8).expand(2, 8), numbers(2, 8)),
     ),
-    "out_dtype: wanted a floating dtype, got int32": ("cast", (numbers(2, 8), torch.int32)),
+    "out_dtype: wanted a floating dtype of at least 16 bits, got int32": ("cast", (numbers(2, 8), torch.int32)),
     "temperature: wanted 1e-06 to 1e+06, got 0": ("softmax", (numbers(2, 8),), {"temperature": 0}),
 }
 

@@ -158,6 +158,12 @@ WRONG = {
 }
 
 
+def test_a_weight_without_columns_has_no_blocks():
+    with pytest.raises(lz.InvalidCallError) as raised:
+        lz.quantized_linear(X[:, :0], W[:, :0], torch.ones(len(W), 2))
+    assert "group_size" not in str(raised.value)
+
+
 @pytest.mark.parametrize("format", ["int8", "fp8_e4m3"])
 def test_scales_of_blocks_name_the_weight_that_has_them(format):
     narrow, scale = lz.quantize(N, format, per="block", block_size=32)

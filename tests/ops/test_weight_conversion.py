@@ -192,6 +192,7 @@ def test_a_weight_in_marlins_order_becomes_a_plain_one_and_comes_back(text):
             lambda: cut_scale(),
         ),
         ("group: wanted an even number", None, lambda: lz.quantize_weight(N, "nf4:group=31")),
+        ("group: wanted an even number, got 0", None, lambda: lz.quantize_weight(N, "nf4:group=0")),
         ("rows: wanted at least 1 with a group", None, lambda: lz.quantize_weight(N, "fp8:rows=0,group=128")),
         ("kind: wanted nothing with mxfp4", None, lambda: lz.quantize_weight(N, "mxfp4:over")),
         (

@@ -172,6 +172,9 @@ def test_numbers_that_vmap_hides_from_a_check_are_named():
         lz.InvalidCallError, match=r"cu_seqlens_q or cu_seqlens_k: wanted .* \(in_dims=None for these\)"
     ):
         torch.func.vmap(lz.ragged_attention)(tokens, tokens, tokens, *2 * [starts.expand(2, 3)])
+    none = tokens[:0]
+    with pytest.raises(lz.InvalidCallError, match="cu_seqlens_q or cu_seqlens_k: wanted"):
+        torch.func.vmap(lz.ragged_attention)(none, none, none, *2 * [starts.expand(0, 3)])
 
 
 def test_only_numbers_that_a_check_reads_are_named_among_those_that_vmap_hides():

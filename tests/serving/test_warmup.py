@@ -138,6 +138,9 @@ def test_a_manifest_of_the_model_itself_holds_for_its_configuration(tmp_path):
     assert lz.readiness_check(file, model=same, device="cpu").calls == 1
     with pytest.raises(ValueError, match=r"wanted a manifest of the model 'RMSNorm .*', got one of 'RMSNorm "):
         lz.readiness_check(file, model=wider, device="cpu")
+    assert lz.readiness_check(file, model=None, device="cpu").calls == 1
+    with pytest.raises(ValueError, match=r"model: wanted a name or a torch\.nn\.Module, got 3"):
+        lz.readiness_check(file, model=3, device="cpu")
 
 
 @pytest.mark.usefixtures("compiled")

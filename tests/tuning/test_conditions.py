@@ -84,11 +84,13 @@ def test_without_nvml_and_on_amds_gpus_torch_tells_the_memory_alone(monkeypatch,
     found = [conditions.condition(torch.device("cuda", index)) for index in range(3)]
     assert found == ["memory=low", "memory=medium", "memory=high"]
 
-    def lost(index):
-        raise RuntimeError("no device")
+    for error in (RuntimeError("no device"), AssertionError("Torch not compiled with CUDA enabled")):
 
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
-    assert conditions.condition(torch.device("cuda", 0)) == ""
+        def lost(index, error=error):
+            raise error
+
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
+        assert conditions.condition(torch.device("cuda", 0)) == ""
 
 
 def test_a_contest_records_the_condition_that_it_ran_under(monkeypatch):

@@ -121,6 +121,7 @@ def test_what_shapes_cannot_say_is_vetted_from_a_recorded_call(function, argumen
     ("arguments", "text"),
     [
         (("--kernel", "nobody.*"), "--kernel: wanted a library or kernel, got 'nobody.*'"),
+        (("--backend", "nobody"), "--backend: wanted a library or kernel, got 'nobody'"),
         (("--shapes", "4by64"), "got '4by64'"),
         (("--module", "no_such_module"), "--module no_such_module: wanted a module that imports"),
     ],

@@ -64,11 +64,16 @@ def answer(flags: VetFlags) -> Answer:
     return Answer(data_of(found), lambda: shown(found, flags.budget_s, again=flags.again), code_of(found))
 
 
+def _check_named(flags: VetFlags) -> None:
+    listing.kernels_exist(flags.kernel)
+    listing.kernels_exist(flags.backend, "--backend")
+
+
 def _of_plain(flags: VetFlags, operation: str) -> list[Pair]:
     """What works on a form of its own, and has to prove itself for it."""
     refuse_tensors("vet", operation, flags)
     named = [*flags.kernel, *flags.backend]
-    listing.kernels_exist(named)
+    _check_named(flags)
     return list(vetting.plain_pairs(operation, plain_params(flags.param, operation), named, again=flags.again))
 
 
@@ -77,7 +82,7 @@ def _of_tensors(flags: VetFlags, operation: str) -> tuple[list[Pair], str]:
     if flags.param:
         raise ValueError("--param: wanted an operation without tensors with it, as `vet tokenize`, got another")
     names = [*flags.kernel, *flags.backend]
-    listing.kernels_exist(names)
+    _check_named(flags)
     sizes = shapes_of(flags.shapes)
     here = Device.detect(flags.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked_of = (flags.kernel or None, flags.backend or None)

@@ -97,7 +97,7 @@ def _first_of_batch(value: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         batched = torch._C._functorch.maybe_get_bdim(value)
         value = torch._C._functorch.get_unwrapped(value)
-        value = value if batched < 0 else value.select(batched, 0)
+        value = value.select(batched, 0) if batched >= 0 and value.shape[batched] else value
     return value
 
 

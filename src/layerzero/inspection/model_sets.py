@@ -110,8 +110,10 @@ def set_named(name: str) -> OperationSet:
     """
     if isinstance(name, str) and name in SETS:
         return SETS[name]
-    words = [each.strip() for each in name.split(",")] if isinstance(name, str) else [name]
-    return OperationSet("operations named by the caller", tuple(dict.fromkeys(chain(*map(_operations_of, words)))))
+    words = [each.strip() for each in name.split(",") if each.strip()] if isinstance(name, str) else []
+    return OperationSet(
+        "operations named by the caller", tuple(dict.fromkeys(chain(*map(_operations_of, words or [name]))))
+    )
 
 
 def _operations_of(word: object) -> tuple[str, ...]:

@@ -178,8 +178,11 @@ def theirs_of(module: torch.nn.Module) -> Callable[..., Any]:
     if not has_float_mask(getattr(module, "config", None)):
         torchs: Callable[..., Any] = sdpa_attention_forward
         return torchs
-    own: Callable[..., Any] = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    return own
+    for cls in type(module).__mro__:  # a class that was made from theirs lies in another file
+        own: Callable[..., Any] | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if own is not None:
+            return own
+    raise InvalidCallError("attention", [f"wanted eager_attention_forward where {type(module)} comes from, got none"])
 
 
 def attention_forward(

@@ -305,11 +305,11 @@ def eps_problems(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def out_dtype_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the dtype of a result, where any floating one will do; its type is the schema's business."""
+    """What is wrong with the dtype of a result that is computed in it; its type is the schema's business."""
     wanted = arguments.get("out_dtype")
     if not isinstance(wanted, torch.dtype) or wanted in FLOATING:
         return []
-    return [f"out_dtype: wanted a floating dtype, got {dtype_name(wanted)}"]
+    return [f"out_dtype: wanted a floating dtype of at least 16 bits, got {dtype_name(wanted)}"]
 
 
 def given_twice(arguments: Mapping[str, Any], *names: str) -> list[str]:

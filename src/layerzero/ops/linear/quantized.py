@@ -308,11 +308,14 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
 
 
 def _by_blocks(arguments: Mapping[str, Any]) -> str:
-    """What to do with scales of blocks of a row; empty where the scales are none."""
+    """What to do with scales of blocks of a row; empty for any other scales."""
     weight, scale = arguments["weight"], arguments["weight_scale"]
-    if scale.ndim != 2 or len(scale) != len(weight) or scale.shape[1] < 2 or weight.shape[1] % scale.shape[1]:
+    if scale.ndim != 2 or len(scale) != len(weight):
         return ""
-    block = weight.shape[1] // scale.shape[1]
+    inputs, blocks = weight.shape[1], scale.shape[1]
+    if not 2 <= blocks <= inputs or inputs % blocks:
+        return ""
+    block = inputs // blocks
     if weight.dtype is torch.int8:
         return f"; lz.quantize_weight(numbers, 'int8', group_size={block}) makes a weight with a scale for each block"
     return f"; of blocks of {block} numbers: lz.QuantizedWeight.from_fp8(weight, weight_scale, (1, {block}))"

@@ -27,8 +27,7 @@ def usual(name: str) -> WeightFormat:
     if isinstance(name, str) and (whole := _WHOLE.fullmatch(name)):
         return WeightFormat("compressed-tensors", bits=int(whole[1]), group=128)
     of = WeightFormat.of(name)
-    alone = of == WeightFormat(of.scheme) and of.scheme in SCHEMES and format_problems(of)
-    return WeightFormat.of(scheme_of(of).example) if alone else of
+    return WeightFormat.of(scheme_of(of).example) if name in SCHEMES and format_problems(of) else of
 
 
 def quantize_weight(

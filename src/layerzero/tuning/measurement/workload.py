@@ -27,6 +27,7 @@ import torch
 from torch.nn import Module
 
 import layerzero
+from layerzero.core.arguments import told
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.ledger import class_text
 from layerzero.core.operation import Case, Function, Operation
@@ -45,15 +46,20 @@ FORMAT = 1
 
 
 def model_text(model: str | Module) -> str:
-    """What a manifest says of a model: the given name, or the class and the hash of configuration and parameters."""
-    if isinstance(model, str):
-        return model
-    name, _, found = model_of(model)
-    return f"{name} {found}"
+    """What a manifest says of a model: its name, or its class and the hash of its configuration and parameters.
+
+    Raises: ValueError for what is neither.
+    """
+    if isinstance(model, Module):
+        name, _, found = model_of(model)
+        return f"{name} {found}"
+    if model is not None and not isinstance(model, str):
+        raise ValueError(f"model: wanted a name or a torch.nn.Module, got {told(model)}")
+    return model or ""
 
 
 def model_compared(model: str | Module, manifest: str | os.PathLike[str] | None) -> str:
-    """The same of a model that a manifest is compared with. Raises: ValueError for one without a manifest."""
+    """The same of a model that a manifest is compared with. Raises: ValueError for one without a manifest, too."""
     text = model_text(model)
     if text and manifest is None:
         raise ValueError(f"model: wanted it along with a manifest, which it is compared with, got {text!r} alone")

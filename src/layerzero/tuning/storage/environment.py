@@ -210,12 +210,12 @@ def _nvml() -> Any:
     try:
         import pynvml
     except ImportError:
-        log.info("no conditions of GPUs are recorded: nvidia-ml-py is not installed (pip install layerzero[nvml])")
+        log.info("of GPUs memory alone is recorded: nvidia-ml-py is not installed (pip install layerzero[nvml])")
         return None
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        log.info("no conditions of GPUs are recorded: NVML does not start: %s", error)
+        log.info("of GPUs memory alone is recorded: NVML does not start: %s", error)
         return None
     return pynvml
 
@@ -232,7 +232,7 @@ def _memory_by_torch(index: int) -> dict[str, str]:
     """The memory pressure as the runtime tells it, of all processes on the device."""
     try:
         free, total = torch.cuda.mem_get_info(index)
-    except RuntimeError as error:
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA asserts
         log.info("memory of cuda:%d is not recorded: %s", index, error)
         return {}
     return {"memory": bucket(1 - free / total, MEDIUM_MEMORY, HIGH_MEMORY, ("low", "medium", "high"))}

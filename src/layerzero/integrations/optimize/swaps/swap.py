@@ -67,11 +67,14 @@ def _as_of(forward: Any, cls: type[Module]) -> Forward:
     """
     if "__signature__" in vars(forward):
         return forward  # type: ignore[no-any-return]
-    twins = _TWINS.setdefault(cls, weakref.WeakKeyDictionary())
-    if forward not in twins:
+    if forward not in (twins := _TWINS.setdefault(cls, weakref.WeakKeyDictionary())):
         parts = (getattr(forward, f"__{each}__") for each in ("code", "globals", "name", "defaults", "closure"))
         twins[forward] = twin = FunctionType(*parts)
-        vars(twin).update(vars(forward), __signature__=inspect.signature(cls.forward))
+        try:
+            signature = inspect.signature(cls.forward)
+        except (NameError, TypeError, ValueError):  # compiled; or, on Python 3.14, annotated with names for type checks
+            signature = inspect.signature(forward)
+        vars(twin).update(vars(forward), __signature__=signature)
         _OURS.add(twin)
     return twins[forward]
 
