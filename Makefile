@@ -39,7 +39,8 @@ test-portable: $(VENV)/.dev ## kernels, integrations and operations on poorer CP
 	@echo "[3/3] with torch alone"
 	PYTHONPATH=$(CURDIR)/tests/torch_alone $(PORTABLE)
 
-test-newest: ## the tests of make test with the newest versions that pyproject.toml allows
+test-newest: ## the tests of make test with the newest versions that pyproject.toml allows; installs all anew
+	rm -rf .venv-newest
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
 
 constraints: test-newest ## write the newest versions into constraints.txt, once the tests passed with them

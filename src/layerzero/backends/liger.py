@@ -144,10 +144,10 @@ def _rope_specialised(facts: Facts) -> Hashable:
     return facts.device.sm, facts["dtype"], sizes, tokens == 1, tokens % 16 == 0, aligned
 
 
-_DTYPES = (limit.arch(min=(8, 0)), limit.dtype("float32", "float16", "bfloat16"))
-"""Of NVIDIA's GPUs, Triton has no bfloat16 before."""
+_AMPERE = (limit.arch(min=(8, 0)), limit.dtype("float32", "float16", "bfloat16"))
+"""On NVIDIA's GPUs from Ampere on: Triton has no bfloat16 on older ones."""
 
-_LIMITS = (*_DTYPES, limit.contiguous("input", "residual", "weight", "bias"))
+_LIMITS = (*_AMPERE, limit.contiguous("input", "residual", "weight", "bias"))
 _WIDEST = 65536
 # Rows shorter than a block of threads are read by several of them, and some could read what one has written already.
 _IN_PLACE = limit.dim("hidden", min=512, max=_WIDEST)
@@ -236,7 +236,7 @@ KERNELS = (
             name,
             operation,
             load,
-            *_DTYPES,
+            *_AMPERE,
             limit.one_of("table_dtype", "float32", "float16", "bfloat16"),
             *((limit.contiguous("query", "key"),) if load is _load_rope_inplace else ()),  # a copy is lost
             layout="BSHD",
@@ -255,7 +255,7 @@ KERNELS = (
             f"liger.{name}",
             operations,
             load,
-            *_DTYPES,
+            *_AMPERE,
             limit.contiguous("input", "up"),
             limit.dim("features", max=_WIDEST),
             *limits,

@@ -294,7 +294,7 @@ def _without(module: Module, attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mine(module: Module) -> Forward:
-    """The forward of ours that is on a module; its class's where somebody put another one around it."""
+    """The forward of ours that is on a module; its class's where another one lies around it."""
     forward: Any = getattr(module.__dict__.get("forward"), "__func__", None)
     return forward if forward in _OURS else type(module).forward
 
