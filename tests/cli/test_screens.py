@@ -18,6 +18,7 @@ from layerzero.cli import tune as tune_command
 from layerzero.cli import vet as vet_command
 from layerzero.cli.app import main
 from layerzero.cli.bench import answer_of, shown_on_screen
+from layerzero.cli.calls import VetFlags
 from layerzero.cli.output import stdout_console
 from layerzero.cli.tables import SCREEN, not_measured
 from layerzero.core.evidence import Measurement
@@ -238,6 +239,9 @@ def test_each_kernel_has_a_line_and_those_first_that_did_not_pass():
 
 def test_kernels_and_operations_take_turns():
     assert vet_command.in_turn([["first", "third"], ["second"]]) == ["first", "second", "third"]
+    flags = VetFlags(kernel=["torch.rms_norm", "torch.layer_norm"], device="cpu", dtype="float32", again=True)
+    pairs, _ = vet_command._of_tensors(flags, "norm.*")
+    assert [facts.operation.name for _, facts in pairs[:4]] == ["norm.layer", "norm.rms"] * 2
 
 
 # tune

@@ -31,7 +31,7 @@ FLAGS = (
 )
 """Flags of a kernel that its backend may set for all of its kernels."""
 
-_BY_CALL = (*FLAGS[1:4], "stock", "proved_first")  # a function of a call's facts may answer
+_BY_CALL = ("deterministic", "batch_invariant", "tp_invariant", "stock", "proved_first")  # by a function of facts
 _REQUIREMENT_NAME = re.compile(r"^[A-Za-z0-9_.-]+?\s*(?=[<>=!~])")
 
 
@@ -304,7 +304,7 @@ class Kernel:
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not _ID.fullmatch(self.id):
             raise RegistrationError(f"id: wanted a name such as 'my_library.my_kernel', got {self.id!r}")
-        for name in (*FLAGS, *_BY_CALL[3:], "asked_for"):
+        for name in dict.fromkeys((*FLAGS, *_BY_CALL, "asked_for")):
             flag = getattr(self, name)
             if flag is None:
                 object.__setattr__(self, name, name in self.backend.flags)
