@@ -31,8 +31,9 @@ def made():
 def test_layers_of_a_step_look_once_and_calls_without_one_each_time(looks):
     tensors, step = made()
     lz.paged_attention(**tensors, step=step)
+    lz.paged_attention(**tensors)
     assert looks
-    looks.clear()
+    looks.clear()  # a call of a new kind is looked at while its kernel is chosen, too
     for _ in range(2):
         lz.paged_attention(**tensors, step=step)
     assert not looks
