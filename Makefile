@@ -48,12 +48,11 @@ constraints: test-newest ## write the newest versions into constraints.txt, once
 	.venv-newest/bin/python -m pip freeze --exclude-editable --exclude torch > constraints.txt
 
 LEAST ?= .venv-least
-# old libraries warn of what newer ones beside them changed, and the generated pages are those of newer ones
-# the least that pyproject.toml allows, for which all of its least versions have wheels
+# its pages would be those of older libraries; the least that pyproject.toml allows, for which all of its least versions have wheels
 LEAST_PYTHON ?= python3.11
 test-least: $(LEAST)/.made ## the tests of make test with the least versions that pyproject.toml declares, of torch, too; gigabytes once
 	PYTHONDONTWRITEBYTECODE= $(LEAST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not stress" \
-	-W ignore::DeprecationWarning -W "ignore:CUDA is not available:UserWarning" --ignore tests/contract/test_documentation.py
+	-W "ignore:.*torch.jit.script_method:DeprecationWarning" -W "ignore:CUDA is not available:UserWarning" --ignore tests/contract/test_documentation.py
 
 ENGINES ?= .venv-engines
 ENGINE_TESTS ?= tests/engines

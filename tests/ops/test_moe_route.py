@@ -6,6 +6,7 @@ import hypothesis.strategies as some
 import pytest
 import torch
 from hypothesis import given, settings
+from packaging.version import Version
 
 import layerzero as lz
 from drawing import at_once, examples
@@ -23,9 +24,15 @@ def sorted_by_place(weights, places):
     return weights.gather(-1, order), places.long().gather(-1, order)
 
 
+GIVES_ALL = {"qwen3_moe": "5.8", "mixtral": "5.8", "deepseek_v3": "5.15"}
+"""Versions of Transformers whose routers were seen to give logits, weights and places; 5.4 and 5.12 give less."""
+
+
 def router_of(name, **values):
     """A router of Transformers whose logits are its input, and what it gives."""
     transformers = pytest.importorskip("transformers")
+    if Version(transformers.__version__) < Version(GIVES_ALL.get(name[0], "5")):
+        pytest.skip(f"{name[1]} of transformers {transformers.__version__} gives something else")
     module = __import__(f"transformers.models.{name[0]}.modeling_{name[0]}", fromlist=[name[1]])
     config = getattr(transformers, name[2])(**values)
     return getattr(module, name[1])(config).eval()

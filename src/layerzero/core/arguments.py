@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,17 @@ import torch
 
 from layerzero.core.handle import OfKind
 from layerzero.core.reasons import ReasonCode
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """The parameters of code that is not ours. Raises: TypeError or ValueError where it says none.
+
+    Python 3.14 would look up the names of its annotations, of which some are there for type checkers alone.
+    """
+    if sys.version_info >= (3, 14):
+        form = importlib.import_module("annotationlib").Format.FORWARDREF
+        return inspect.signature(function, annotation_format=form)
+    return inspect.signature(function)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from layerzero.core import limits as limit
+from layerzero.core.arguments import signature_of
 from layerzero.core.device import PLATFORMS
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.errors import RegistrationError, UnknownOperationError
@@ -176,13 +177,11 @@ def kernel_of_function(
     _check_declared(kernel_id, declared, known)
     schema = known[operations[0]].schema
     arguments = list(dict.fromkeys(name for each in operations for name in known[each].schema.arguments))
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = list(signature_of(function).parameters.values())
     required, optional = parameters[: len(schema.required)], parameters[len(schema.required) :]
     if len(required) < len(schema.required):
         wanted = ", ".join(tensor.name for tensor in schema.required)
-        raise RegistrationError(
-            f"{kernel_id}: wanted a function that takes {wanted}, got {inspect.signature(function)}"
-        )
+        raise RegistrationError(f"{kernel_id}: wanted a function that takes {wanted}, got {signature_of(function)}")
     accepts = tuple(parameter.name for parameter in optional)
     unknown = [name for name in accepts if name not in arguments]
     if unknown:

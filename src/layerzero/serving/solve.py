@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import math
 import warnings
@@ -16,6 +15,7 @@ from msgspec import UNSET
 from torch.nn import Module
 from torch.utils import _pytree as pytree
 
+from layerzero.core.arguments import signature_of
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroWarning, PolicyError
 from layerzero.core.facts import Facts
@@ -349,7 +349,7 @@ def _run(model: Module, given: Any, seen: Seen, names: list[str], *, shapes: boo
     ids = given["input_ids"]
     before, one = {"input_ids": ids[:, 1:]}, {"input_ids": ids[:, :1]}
     with _calling(model, seen, shapes=shapes) as call:
-        takes = inspect.signature(model.forward).parameters
+        takes = signature_of(model.forward).parameters
         name = "cache" if "cache" in takes else "past_key_values"  # from Transformers 5.24 on, and before
         cache = getattr(call(before), name, None)
         if cache is not None:

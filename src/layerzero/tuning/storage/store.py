@@ -296,6 +296,7 @@ class StoreLedger(Ledger):
     def __init__(self, markers: Ledger, times: TimeStore | None = None) -> None:
         self.markers = markers
         self.times = TimeStore() if times is None else times
+        self._uncounted = 0
         self._calls = CallsMade(markers.files.path.parent) if isinstance(markers, FileLedger) else None
         for name in vars(Ledger).keys() - vars(StoreLedger).keys():
             if not name.startswith("_"):
@@ -320,11 +321,13 @@ class StoreLedger(Ledger):
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
+        self._uncounted += 1
         self.called = super().called  # type: ignore[method-assign]
         try:
             yield
         finally:
-            if self._calls is not None:
+            self._uncounted -= 1
+            if not self._uncounted and self._calls is not None:
                 self.called = self._calls.add  # type: ignore[assignment]
 
     def calls(self) -> Sequence[tuple[int, CallRecipe]]:

@@ -10,7 +10,6 @@ Tensors that a caller kept of earlier steps lie in the same memory.
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
+from layerzero.core.arguments import signature_of
 from layerzero.core.system import forking
 
 SHARE, LEAST = 8, 128
@@ -286,7 +286,7 @@ def _name_of(forward: Callable[..., Any] | None) -> str:
     if forward is None:
         return "past_key_values"
     try:
-        known = inspect.signature(forward).parameters
+        known = signature_of(forward).parameters
     except (TypeError, ValueError):  # a model's own kind of callable
         return "past_key_values"
     return "cache" if "cache" in known else "past_key_values"

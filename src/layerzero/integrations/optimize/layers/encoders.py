@@ -7,7 +7,6 @@ wherever they lie within it: BERT's stand in submodules three deep, CLIP's and W
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import Dropout, Identity, Linear, Module
 
 import layerzero as lz
+from layerzero.core.arguments import signature_of
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Seen, seeing
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, normed
@@ -258,7 +258,7 @@ def parts_of(module: Module) -> Parts | None:
         between = {each for each in plain if not isinstance(each, (Dropout, Identity))}
     if len(between) != 1:
         return None
-    known = inspect.signature(type(module).forward).parameters.values()
+    known = signature_of(type(module).forward).parameters.values()
     order = [each.name for each in known if each.kind is each.POSITIONAL_OR_KEYWORD]
     return Parts(module, linears, norms, scales, between.pop(), tuple(order[2:]))
 

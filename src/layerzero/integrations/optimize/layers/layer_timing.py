@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from layerzero.core.arguments import signature_of
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.attention.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap
@@ -227,7 +227,7 @@ def filled(whole: Sequence[Replaced], past: int) -> Any:
 def called_with(model: Any, count: int) -> dict[str, Any]:
     """What a model is called with for so many tokens, of which the last one's logits are wanted."""
     ids = torch.ones(1, count, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
-    asked = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    asked = {"logits_to_keep": 1} if "logits_to_keep" in signature_of(model.forward).parameters else {}
     return {"input_ids": ids, "use_cache": True, **asked}
 
 

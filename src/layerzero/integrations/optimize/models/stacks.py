@@ -8,7 +8,6 @@ reads padded positions is found so.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+from layerzero.core.arguments import signature_of
 from layerzero.core.errors import in_short
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.attention.transformers import Search
@@ -84,7 +84,7 @@ def _stacks(prefix: str, model: Module, exchanged: bool) -> Iterator[tuple[str, 
             continue
         if not exchanged and type(module).__name__ not in ALONE:
             continue
-        names = list(inspect.signature(type(module).forward).parameters)
+        names = list(signature_of(type(module).forward).parameters)
         if MASK not in names or not any(name in names for name in TOKENS):
             continue
         within |= {id(each) for each in module.modules()}
@@ -150,7 +150,7 @@ def _example(model: Any) -> dict[str, Any]:
     padding = getattr(model.config, "pad_token_id", None)
     ids = ids if padding is None else ids.masked_fill(mask == 0, padding)
     example = {"input_ids": ids, MASK: mask}
-    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+    if "decoder_input_ids" in signature_of(model.forward).parameters:
         example["decoder_input_ids"] = ids[:, :1]
     return example
 
@@ -170,7 +170,7 @@ def _calls_of(
 
 
 def _names_of(stack: Module) -> list[str]:
-    return list(inspect.signature(type(stack).forward).parameters)[1:]
+    return list(signature_of(type(stack).forward).parameters)[1:]
 
 
 def _proved(stack: Module, call: dict[str, Any] | None) -> tuple[Unpadded, float] | str:

@@ -14,7 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FunctionType, MappingProxyType, MethodType
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from layerzero.core.arguments import signature_of
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.engine.transforms import in_transform
 from layerzero.integrations.optimize.swaps.stamp import OURS, SWAPPED, Stamp
@@ -70,10 +71,9 @@ def _as_of(forward: Any, cls: type[Module]) -> Forward:
     if forward not in (twins := _TWINS.setdefault(cls, weakref.WeakKeyDictionary())):
         parts = (getattr(forward, f"__{each}__") for each in ("code", "globals", "name", "defaults", "closure"))
         twins[forward] = twin = FunctionType(*parts)
-        try:
-            signature = inspect.signature(cls.forward)
-        except (NameError, TypeError, ValueError):  # compiled; or, on Python 3.14, annotated with names for type checks
-            signature = inspect.signature(forward)
+        signature = inspect.signature(forward)
+        with suppress(TypeError, ValueError):  # it is compiled
+            signature = signature_of(cls.forward)
         vars(twin).update(vars(forward), __signature__=signature)
         _OURS.add(twin)
     return twins[forward]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 import time as _time
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import cross_entropy
 
+from layerzero.core.arguments import signature_of
 from layerzero.core.device import Device
 from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
@@ -322,7 +322,7 @@ def _of_pictures_or_sound(model: Any, name: str) -> dict[str, Any]:
 
 def _example(model: Any) -> dict[str, Any]:
     """Transformers' example for a model, or pictures or sound where it has none."""
-    known = inspect.signature(model.forward).parameters
+    known = signature_of(model.forward).parameters
     words = model.dummy_inputs
     example = {name: each for name, each in words.items() if name in known}
     if model.main_input_name not in example:
