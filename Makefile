@@ -52,7 +52,7 @@ LEAST ?= .venv-least
 LEAST_PYTHON ?= python3.11
 test-least: $(LEAST)/.made ## the tests of make test with the least versions that pyproject.toml declares, of torch, too; gigabytes once
 	PYTHONDONTWRITEBYTECODE= $(LEAST)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not stress" \
-	-W "ignore:.*torch.jit.script_method:DeprecationWarning" -W "ignore:CUDA is not available:UserWarning" --ignore tests/contract/test_documentation.py
+	--ignore tests/contract/test_documentation.py
 
 ENGINES ?= .venv-engines
 ENGINE_TESTS ?= tests/engines

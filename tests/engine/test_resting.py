@@ -195,7 +195,7 @@ def test_the_next_kernel_is_captured_where_one_was_not_prepared(monkeypatch):
             torch.testing.assert_close(lz.rms_norm(x, weight), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
     assert asked == ["first", "second"] * 2, "nothing is wrong with them: the next call asks again"
     dispatcher = CALLS["rms_norm"].dispatcher
-    monkeypatch.setattr(dispatcher, "choose", lambda *_, **__: pytest.fail("what runs instead was chosen before"))
+    monkeypatch.setitem(vars(dispatcher), "choose", lambda *_, **__: pytest.fail("what runs instead was chosen before"))
     lz.rms_norm(x, weight)
     monkeypatch.undo()
     assert lz.which("rms_norm", x, weight)["kernel_id"] == "user.unprepared"
@@ -221,7 +221,7 @@ def test_a_kernel_that_refuses_a_weight_is_not_chosen_for_again_and_takes_the_ne
     weights = [(each, lz.PackedWeight(each)) for each in (bad, good)]
     dispatcher, chosen = CALLS["linear"].dispatcher, []
     usual = dispatcher.choose
-    monkeypatch.setattr(dispatcher, "choose", lambda *args, **more: (chosen.append(1), usual(*args, **more))[1])
+    monkeypatch.setitem(vars(dispatcher), "choose", lambda *args, **more: (chosen.append(1), usual(*args, **more))[1])
     for weight, packed in (weights[0], weights[0], weights[0], weights[1], weights[0], weights[1]):
         torch.testing.assert_close(lz.linear(x, weight, packed=packed), x @ weight.mT)
     assert (len(chosen), asked) == (2, [True, False]), "one choice for each kernel, one look at each weight"
