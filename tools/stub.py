@@ -1,10 +1,16 @@
-"""The stub that editors read, ``__init__.pyi``: every exported name, and the real signatures of the functions."""
+"""The stub that editors read, ``__init__.pyi``: every exported name, imported from where it is written.
+
+A function is written out where its module cannot say it to a type checker: where a flag decides what it returns, and
+where its signature is made at run time.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import layerzero
 from layerzero.core.operation import Function
@@ -28,14 +34,15 @@ _SOURCES = {
 def stub() -> str:
     """Write the stub from what is exported and declared."""
     known: dict[str, Function | PlainFunction] = {**FUNCTIONS, **PLAIN_FUNCTIONS}
-    functions = [known[name] for name in sorted(known)]
+    homes = {name: function.signature.__module__ for name, function in known.items() if _is_importable(function)}
+    functions = [known[name] for name in sorted(known.keys() - homes.keys())]
     written = "\n".join(part for function in functions for part in _functions(function))
     aliases = [f"{alias} = {name}" for alias, name in _PACKAGE["_ALIASES"].items()]
     exported = [f'    "{name}",' for name in layerzero.__all__]
     parts = [
         "# ruff: noqa: PYI021, A001  # editors show these docstrings; one name is a built-in's",
         "# Written by `python -m tools docs` from the declarations; edit those.",
-        "\n".join(_imports(written)),
+        "\n".join(_imports(written, homes)),
         "",
         "__all__ = [",
         *exported,
@@ -50,21 +57,34 @@ def stub() -> str:
     return "\n".join(parts)
 
 
-def _imports(written: str) -> Iterator[str]:
+def _is_importable(function: Function | PlainFunction) -> bool:
+    """Whether a module has the function's whole signature under its name."""
+    signature = function.signature
+    found = getattr(sys.modules[signature.__module__], function.name, None)
+    return found is signature and not _flag(function)
+
+
+def _flag(function: Function | PlainFunction) -> str:
+    """The flag that decides how many results there are, empty if none does."""
+    return next((each.when for each in function.operations[0].schema.outputs if each.when), "")
+
+
+def _imports(written: str, functions: Mapping[str, str]) -> Iterator[str]:
     used: dict[str, list[str]] = defaultdict(list)
+    named = {node.id for node in ast.walk(ast.parse(written)) if isinstance(node, ast.Name)}
     for name, module in _SOURCES.items():
-        if f"{name}" in written.replace("[", " ").replace("]", " ").replace("@", " "):
+        if name in named:
             used[module].append(name)
     for module in ("collections.abc", "typing"):
         if used[module]:
             yield _import(module, used[module])
     yield ""
-    if "torch.dtype" in written or "torch.Generator" in written:
+    if "torch" in named:
         yield "import torch"
     yield from (_import(module, used[module]) for module in ("torch", "torch.distributed") if used[module])
     yield ""
     homes: dict[str, list[str]] = defaultdict(list)
-    for name, module in {**_PACKAGE["_HOME"], **EXPORTS}.items():
+    for name, module in {**_PACKAGE["_HOME"], **EXPORTS, **functions}.items():
         homes[module].append(name)
     for name, module in _PACKAGE["_MODULES"].items():
         parent, _, last = module.rpartition(".")
@@ -85,7 +105,7 @@ def _functions(function: Function | PlainFunction) -> Iterator[str]:
     """A function, with an overload for each value of the flag that decides what it returns."""
     signature = inspect.signature(function.signature)
     returns = str(signature.return_annotation)
-    flag = next((each.when for each in function.operations[0].schema.outputs if each.when), "")
+    flag = _flag(function)
     variants = returns.split(" | ")
     if flag and len(variants) == 2:
         yield "\n".join(["@overload", _written(function, {flag: ("Literal[False]", "False")}, variants[0], "...")])
