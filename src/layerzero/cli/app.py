@@ -8,31 +8,41 @@ from typing import Annotated
 import typer
 
 from layerzero.cli import calls, checks, deployment, perfdb_exchange, plans
-from layerzero.cli.calls import AsJson, CallFlags, ExplainFlags, Modules, command
-from layerzero.cli.output import FINE, NO, Answer, Program, existing, import_modules, say, stdout_console
-from layerzero.cli.output import examples as _examples
+from layerzero.cli.calls import CallFlags, ExplainFlags, command
+from layerzero.cli.output import (
+    FINE,
+    NO,
+    Answer,
+    AsJson,
+    Commands,
+    Program,
+    examples,
+    existing,
+    import_modules,
+    say,
+    stdout_console,
+)
 from layerzero.cli.perfdb import perfdb
 
 main = Program(
     name="layerzero",
     help="Choose the fastest valid kernel for each call, and say why.",
-    epilog="\b\nExamples:\n"
-    "  layerzero doctor\n"
-    "  layerzero explain attention --shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16\n"
-    "  layerzero kernels rms_norm\n\n"
-    "Exit codes: 0 fine, 1 the answer is no, 2 the question makes no sense, 130 interrupted.",
+    epilog=examples(
+        "doctor", "explain attention --shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16", "kernels rms_norm"
+    )
+    + "\n\nExit codes: 0 fine, 1 the answer is no, 2 the question makes no sense, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-config = typer.Typer(help="Show settings, explain them, check a file of them.", no_args_is_help=True)
-config.info.epilog = "\b\nExamples:\n  layerzero config show\n  layerzero config check layerzero.yaml"
+config = Commands(help="Show settings, explain them, check a file of them.", no_args_is_help=True)
+config.info.epilog = examples("config show", "config check layerzero.yaml")
 main.add_typer(config, name="config", rich_help_panel=None)
 
 
-descriptor = typer.Typer(help="Check files that narrow kernels without code.", no_args_is_help=True)
-descriptor.info.epilog = "\b\nExamples:\n  layerzero descriptor check torch.json"
+descriptor = Commands(help="Check files that narrow kernels without code.", no_args_is_help=True)
+descriptor.info.epilog = examples("descriptor check torch.json")
 main.add_typer(descriptor, name="descriptor", rich_help_panel=None)
 
 
@@ -56,7 +66,7 @@ def options(version: Version = False) -> None:
     """Take the options of all commands."""
 
 
-@main.command(**_examples("demo", 'demo --text "Where is my parcel?" --repeat 50', "demo --json"))
+@main.command("demo", "demo", 'demo --text "Where is my parcel?" --repeat 50', "demo --json")
 def demo(
     text: Annotated[
         list[str] | None, typer.Option(metavar="SENTENCE", help="A sentence to embed; give it again for more.")
@@ -83,28 +93,28 @@ def demo(
 
 main.command(
     "explain",
-    **_examples(
-        "explain attention --shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16 --causal",
-        "explain attention --shape 1x2048x32x128 --device H100 --with flash_attn_3=3.0.0",
-        "explain attention --shape 8x128x12x32 --layout BSHD --no-causal --param attn_mask=8x1x128x128:bool",
-        "explain attention.gqa.decode --case llama3_8b_b64 --dtype bfloat16 --param softcap=30.0",
-        "explain rms_norm --shape 512x1024 --set prefer=torch --json",
-    ),
+    "explain attention --shape 1x2048x32x128 --kv-shape 1x2048x8x128 --dtype bfloat16 --causal",
+    "explain attention --shape 1x2048x32x128 --device H100 --with flash_attn_3=3.0.0",
+    "explain attention --shape 8x128x12x32 --layout BSHD --no-causal --param attn_mask=8x1x128x128:bool",
+    "explain attention.gqa.decode --case llama3_8b_b64 --dtype bfloat16 --param softcap=30.0",
+    "explain rms_norm --shape 512x1024 --set prefer=torch --json",
+    modules=True,
 )(command(ExplainFlags, "layerzero.cli.explain_screen:explain"))
 main.command(
     "which",
-    **_examples("which rms_norm --shape 512x1024", "which attention --shape 1x1x32x128 --kv-shape 1x4096x8x128"),
+    "which rms_norm --shape 512x1024",
+    "which attention --shape 1x1x32x128 --kv-shape 1x4096x8x128",
+    modules=True,
 )(command(CallFlags, "layerzero.cli.explain_screen:which"))
 
 
 @main.command(
-    **_examples(
-        "doctor",
-        "doctor --all",
-        "doctor --load --strict",
-        "doctor --for decoder",
-        "doctor --confirm --module my_kernels",
-    )
+    "doctor",
+    "doctor",
+    "doctor --all",
+    "doctor --load --strict",
+    "doctor --for decoder",
+    "doctor --confirm --module my_kernels",
 )
 def doctor(
     load: Annotated[bool, typer.Option("--load", help="Also load every library, so that broken ones show.")] = False,
@@ -126,7 +136,6 @@ def doctor(
             "--for", metavar="SET", help="Tell what each operation of decoders, encoders, … has here, on one screen."
         ),
     ] = None,
-    json: AsJson = False,
 ) -> Answer:
     """Diagnose this machine and its libraries.
 
@@ -158,13 +167,13 @@ def doctor(
 
 
 @main.command(
-    **_examples(
-        "kernels",
-        "kernels rms_norm",
-        "kernels rms_norm --all",
-        'kernels "attention.gqa.*" --json',
-        "kernels --descriptor --backend torch",
-    )
+    "kernels",
+    "kernels",
+    "kernels rms_norm",
+    "kernels rms_norm --all",
+    'kernels "attention.gqa.*" --json',
+    "kernels --descriptor --backend torch",
+    modules=True,
 )
 def kernels(
     operation: Annotated[
@@ -177,8 +186,6 @@ def kernels(
     everything: Annotated[
         bool, typer.Option("--all", help="Also list each kernel that is made for other hardware.")
     ] = False,
-    module: Modules = None,
-    json: AsJson = False,
 ) -> Answer:
     """List kernels, their limits, and what is installed.
 
@@ -187,7 +194,6 @@ def kernels(
     from layerzero.cli import listing
     from layerzero.engine.registry import REGISTRY
 
-    import_modules(module or ())
     if descriptor:
         return listing.declared(operation or "*", backend)
     kernels = REGISTRY.kernels(operation or "*")
@@ -197,8 +203,8 @@ def kernels(
     return Answer([listing.kernel_data(each) for each in found], lambda: shown)
 
 
-@main.command(**_examples("operations", "operations --json"))
-def operations(json: AsJson = False) -> Answer:
+@main.command("operations", "operations", "operations --json")
+def operations() -> Answer:
     """List operations and their named cases."""
     from layerzero.cli import listing
     from layerzero.inspection.answers import list_operations
@@ -210,8 +216,8 @@ def operations(json: AsJson = False) -> Answer:
 checks.add_to(main)
 
 
-@config.command("show", **_examples("config show", "config show --json"))
-def config_show(json: AsJson = False) -> Answer:
+@config.command("show", "config show", "config show --json")
+def config_show() -> Answer:
     """Print every effective setting and where it comes from."""
     from layerzero.cli import listing
     from layerzero.engine.config import CONFIGURATION
@@ -221,8 +227,8 @@ def config_show(json: AsJson = False) -> Answer:
     return Answer(data, lambda: listing.effective(effective))
 
 
-@config.command("keys", **_examples("config keys"))
-def config_keys(json: AsJson = False) -> Answer:
+@config.command("keys", "config keys")
+def config_keys() -> Answer:
     """Print every key with its type, default and meaning."""
     from layerzero.cli import listing
     from layerzero.engine.settings import SETTINGS
@@ -234,10 +240,8 @@ def config_keys(json: AsJson = False) -> Answer:
     return Answer(data, lambda: listing.keys(SETTINGS))
 
 
-@config.command("check", **_examples("config check layerzero.yaml"))
-def config_check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of settings.")], json: AsJson = False
-) -> Answer:
+@config.command("check", "config check layerzero.yaml")
+def config_check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of settings.")]) -> Answer:
     """Check a file of settings.
 
     Exits with 1 if a key, a value, or the name of a kernel, operation or fact in it is wrong.
@@ -249,10 +253,9 @@ def config_check(
     return Answer(data, lambda: found or [f"{file}: fine"], NO if found else FINE)
 
 
-@descriptor.command("check", **_examples("descriptor check torch.json"))
+@descriptor.command("check", "descriptor check torch.json")
 def descriptor_check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A JSON file with a capability descriptor.")],
-    json: AsJson = False,
 ) -> Answer:
     """Check a capability descriptor.
 

@@ -7,34 +7,17 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-from layerzero.cli.output import Answer, examples, import_modules
+from layerzero.cli.output import Answer, AsJson, Commands, Modules
 
 NONE: Any = ()
 """The default of an option that may be given several times, of which typer makes a list."""
 
-Modules = Annotated[
-    list[str] | None,
-    typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
-
-class Flags(Protocol):
-    """What was typed behind a command."""
-
-    @property
-    def module(self) -> list[str] | None:
-        """Modules to import first."""
-
-
-F = TypeVar("F", bound=Flags)
-
-
-def command(flags: type[F], answer: str) -> Callable[..., Answer]:
+def command(flags: type, answer: str) -> Callable[..., Answer]:
     """Make a command of a dataclass of its flags, whose docstring is the help.
 
     ``answer`` names the function that takes them, ``module:function``: it is imported when the command runs.
@@ -42,9 +25,7 @@ def command(flags: type[F], answer: str) -> Callable[..., Answer]:
     home, _, name = answer.partition(":")
 
     def ask(**typed: Any) -> Answer:
-        asked = flags(**typed)
-        import_modules(asked.module or ())
-        found: Answer = getattr(importlib.import_module(home), name)(asked)
+        found: Answer = getattr(importlib.import_module(home), name)(flags(**typed))
         return found
 
     ask.__signature__ = inspect.signature(flags, eval_str=True)  # type: ignore[attr-defined]  # typer reads it
@@ -115,8 +96,6 @@ class CallFlags:
     ] = NONE
     grad: Annotated[bool, typer.Option("--grad", help="Gradients are needed.")] = False
     capturing: Annotated[bool, typer.Option("--capturing", help="A CUDA graph is being captured.")] = False
-    module: Modules = None
-    json: AsJson = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,33 +289,30 @@ class VetFlags(_CallsToRun):
     ] = None
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the commands."""
     app.command(
         "vet",
-        **examples(
-            "vet",
-            "vet rms_norm --shapes 512x1024,1x4096 --dtype bfloat16",
-            "vet attention --kernel torch.sdpa.cpu_flash --shapes 1x8x4x16:1x8x2x16 --dtype float32 --device cpu",
-            "vet layer_norm --backend torch --shapes 4x64 --again",
-            "vet tokenize --param tokenizer_id=tokenizer.json",
-        ),
+        "vet",
+        "vet rms_norm --shapes 512x1024,1x4096 --dtype bfloat16",
+        "vet attention --kernel torch.sdpa.cpu_flash --shapes 1x8x4x16:1x8x2x16 --dtype float32 --device cpu",
+        "vet layer_norm --backend torch --shapes 4x64 --again",
+        "vet tokenize --param tokenizer_id=tokenizer.json",
+        modules=True,
     )(command(VetFlags, "layerzero.cli.vet:answer"))
     app.command(
         "tune",
-        **examples(
-            "tune", "tune attention --dtype bfloat16 --budget-s 120", "tune --manifest workload.json",
-            "tune rms_norm --shapes 1x4096,64x4096 --dtype float32", "tune tokenize --param tokenizer_id=cl100k_base",
-        ),
+        "tune", "tune attention --dtype bfloat16 --budget-s 120", "tune --manifest workload.json",
+        "tune rms_norm --shapes 1x4096,64x4096 --dtype float32", "tune tokenize --param tokenizer_id=cl100k_base",
+        modules=True,
     )(command(TuneFlags, "layerzero.cli.tune:answer"))  # fmt: skip
     app.command(
         "bench",
-        **examples(
-            "bench attention", "bench attention --budget-s 300 --all",
-            "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
-            "bench rms_norm --shapes 1x4096,64x4096 --json", "bench rms_norm --shapes 8x64 --kernel torch.rms_norm",
-            "bench rms_norm --shapes 64x4096 --timed device",
-            "bench tokenize --param tokenizer_id=cl100k_base",
-            'bench "norm.*" --html norms.html --plot norms.png',
-        ),
+        "bench attention", "bench attention --budget-s 300 --all",
+        "bench attention --shapes 1x512x32x128:1x512x8x128 --dtype bfloat16",
+        "bench rms_norm --shapes 1x4096,64x4096 --json", "bench rms_norm --shapes 8x64 --kernel torch.rms_norm",
+        "bench rms_norm --shapes 64x4096 --timed device",
+        "bench tokenize --param tokenizer_id=cl100k_base",
+        'bench "norm.*" --html norms.html --plot norms.png',
+        modules=True,
     )(command(BenchFlags, "layerzero.cli.bench:answer"))  # fmt: skip

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerzero.cli.calls import NONE, AsJson, Kernels, Modules, Where, device_here
-from layerzero.cli.output import FINE, NO, Answer, examples, import_modules, say
+from layerzero.cli.calls import NONE, Kernels, Where, device_here
+from layerzero.cli.output import FINE, NO, Answer, Commands, Modules, say
 
 if TYPE_CHECKING:
     from layerzero.testing.fuzz import FuzzReport
@@ -27,14 +27,12 @@ def fuzz(
             help="Make calls of this only: an operation, function, alias or glob; again for more.",
         ),
     ] = None,
-    module: Modules = None,
     device: Annotated[
         str,
         typer.Option(
             "--device", metavar="DEVICE", help="Device of the tensors, as torch names it.", callback=device_here
         ),
     ] = "cpu",
-    json: AsJson = False,
 ) -> Answer:
     """Compare random calls with float64.
 
@@ -46,7 +44,6 @@ def fuzz(
     from layerzero.cli import listing
     from layerzero.testing import fuzz as fuzzing
 
-    import_modules(module or ())
     listing.kernels_exist(kernel)
     log = logging.getLogger("layerzero")
     level = log.level
@@ -80,7 +77,6 @@ def conformance(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed that draws the random calls.")] = 0,
     calls: Annotated[int, typer.Option(metavar="N", help="Random calls of each operation and dtype.", min=1)] = 20,
     module: Modules = None,
-    json: AsJson = False,
 ) -> Answer:
     """Put kernels against their references, in other processes.
 
@@ -89,8 +85,6 @@ def conformance(
     """
     from layerzero.testing import conformance as suite
 
-    modules = module or []
-    import_modules(modules)
     report = suite.run(
         kernel or None,
         operation,
@@ -98,7 +92,7 @@ def conformance(
         device=device,
         seed=seed,
         calls=calls,
-        modules=modules,
+        modules=module or (),
         progress=say,
     )
     if not report.kernels:
@@ -126,19 +120,19 @@ def _progress(report: FuzzReport, calls: int) -> str:
     return f"{report.calls} of {calls} calls, {len(report.failures)} wrong, {report.rate:.0f} calls a second"
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register both commands."""
     app.command(
-        **examples(
-            "fuzz --calls 1000",
-            "fuzz --operation rms_norm --calls 200",
-            'fuzz --calls 1000 --seed 7 --kernel "torch.*"',
-        )
+        "fuzz",
+        "fuzz --calls 1000",
+        "fuzz --operation rms_norm --calls 200",
+        'fuzz --calls 1000 --seed 7 --kernel "torch.*"',
+        modules=True,
     )(fuzz)
     app.command(
-        **examples(
-            "conformance",
-            'conformance --backend onnxruntime --operation "norm.*"',
-            'conformance --kernel "mine.*" --module my_package.kernels --calls 200 --json',
-        )
+        "conformance",
+        "conformance",
+        'conformance --backend onnxruntime --operation "norm.*"',
+        'conformance --kernel "mine.*" --module my_package.kernels --calls 200 --json',
+        modules=True,
     )(conformance)

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 from packaging.version import InvalidVersion, Version
 
-from layerzero.cli.calls import AsJson
-from layerzero.cli.output import FINE, NO, Answer, examples, say
+from layerzero.cli.output import FINE, NO, Answer, Commands, say
 from layerzero.cli.plans import Sets
 from layerzero.cli.tables import new_row, table_of
 
@@ -32,7 +31,6 @@ def formats(
     rows: Annotated[int, typer.Option("--rows", metavar="N", help="Rows of the product, 1 for a decode.", min=1)] = 1,
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the rows.")] = "",
     torch_version: _With = "",
-    json: AsJson = False,
 ) -> Answer:
     """Tell what each format of weights loses, and which kernels multiply with it on a device.
 
@@ -55,7 +53,7 @@ def formats(
     return Answer({"device": where.name, "formats": [asdict(each) for each in found]}, lambda: [table])
 
 
-def libraries(asked_for: Sets = None, device: _On = None, torch_version: _With = "", json: AsJson = False) -> Answer:
+def libraries(asked_for: Sets = None, device: _On = None, torch_version: _With = "") -> Answer:
     """Tell which libraries to install together, for sets of operations on a device.
 
     Each at the newest version that was tested and fits torch, CUDA, driver and device, unless it does harm to one
@@ -84,7 +82,6 @@ def hub(
     lock: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Pin what may be used here: commit, and a hash of each variant.")
     ] = None,
-    json: AsJson = False,
 ) -> Answer:
     """List the kernels of the Hugging Face hub on this disk, and try each in a child process.
 
@@ -147,7 +144,6 @@ def rolling_update(
         Path | None,
         typer.Option("--state", metavar="FILE", help="Keeps what was reached; the next run goes on from it."),
     ] = None,
-    json: AsJson = False,
 ) -> Answer:
     """Update instances a few at a time, all of them on torch's own kernels meanwhile.
 
@@ -183,19 +179,15 @@ def rolling_update(
     return Answer(msgspec.to_builtins(reached), reached.lines, FINE if reached.done else NO)
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the commands."""
     app.command(
         "rolling-update",
-        **examples(
-            "rolling-update a=http://10.0.0.7:9400 b=http://10.0.0.8:9400 --state update.json"
-            " --update 'ssh {name} systemctl restart service' --fallback-on 'ssh {name} touch /run/service/fallback'"
-            " --fallback-off 'ssh {name} rm -f /run/service/fallback'"
-        ),
+        "rolling-update a=http://10.0.0.7:9400 b=http://10.0.0.8:9400 --state update.json"
+        " --update 'ssh {name} systemctl restart service' --fallback-on 'ssh {name} touch /run/service/fallback'"
+        " --fallback-off 'ssh {name} rm -f /run/service/fallback'",
     )(rolling_update)
     lines = "libraries --for serving --device H100", "libraries --for decoder", "libraries --device MI300X --json"
-    app.command("libraries", **examples(*lines))(libraries)
-    app.command("formats", **examples("formats", "formats --device B200 --torch 2.11.0", "formats --rows 64 --json"))(
-        formats
-    )
-    app.command(**examples("hub", "hub --lock hub.lock", "hub --json"))(hub)
+    app.command("libraries", *lines)(libraries)
+    app.command("formats", "formats", "formats --device B200 --torch 2.11.0", "formats --rows 64 --json")(formats)
+    app.command("hub", "hub", "hub --lock hub.lock", "hub --json")(hub)

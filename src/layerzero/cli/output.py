@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import inspect
 import io
 import json
 import math
@@ -15,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 from rich.console import Console, RenderableType
@@ -100,9 +102,52 @@ def _print(answer: Answer, *, as_json: bool) -> None:
             _print_whole(console, part)
 
 
-def examples(*lines: str) -> dict[str, Any]:
-    """Options of a command of ours whose help ends in these examples."""
-    return {"cls": Command, "epilog": "\b\nExamples:\n" + "\n".join(f"  layerzero {line}" for line in lines)}
+Modules = Annotated[
+    list[str] | None,
+    typer.Option("--module", metavar="MODULE", help="Import this first: it registers kernels; again for more."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+_OF_ALL = {
+    "module": inspect.Parameter("module", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Modules),
+    "json": inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=AsJson),
+}
+"""Options that commands have besides those of their functions."""
+
+
+def examples(*lines: str) -> str:
+    """What the help of commands ends with."""
+    return "\b\nExamples:\n" + "\n".join(f"  layerzero {line}" for line in lines)
+
+
+class Commands(typer.Typer):
+    """Commands whose functions return an :class:`Answer`."""
+
+    def command(  # type: ignore[override]  # of typer's options only these are used
+        self, name: str, *lines: str, modules: bool = False
+    ) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+        """Add a command with ``--json``, whose help ends in these examples.
+
+        With ``modules`` it has ``--module``, too, and imports what that names before its function runs, which gets
+        either option only where it has such a parameter.
+        """
+
+        def add(function: Callable[..., Answer]) -> Callable[..., Answer]:
+            signature = inspect.signature(function, eval_str=True)
+            own = signature.parameters
+            more = [each for each in _OF_ALL.values() if each.name not in own and (modules or each.name == "json")]
+
+            @functools.wraps(function)
+            def run(**typed: Any) -> Answer:
+                if modules:
+                    import_modules(typed["module"] or ())
+                return function(**{each: typed[each] for each in own})
+
+            run.__signature__ = signature.replace(parameters=[*own.values(), *more])  # type: ignore[attr-defined]
+            super(Commands, self).command(name, cls=Command, epilog=examples(*lines))(run)
+            return function
+
+        return add
 
 
 def stdout_console(file: TextIO | None = None) -> Console:
@@ -161,7 +206,7 @@ def say(text: str) -> None:
     typer.echo(text, err=True)
 
 
-class Program(typer.Typer):
+class Program(Commands):
     """The commands. Ctrl-C ends one within two seconds and with all that it started, whatever it is at."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.output import FINE, NO, Answer, examples, import_modules
+from layerzero.cli.output import FINE, NO, Answer, Commands
 
 if TYPE_CHECKING:
     from layerzero.tuning.prediction.fitting import HeldOut
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from layerzero.tuning.storage.rows import Row
     from layerzero.tuning.storage.store import TimeStore
 
-perfdb = typer.Typer(help="Show, pass on, take over, forget and check measured times.", no_args_is_help=True)
+perfdb = Commands(help="Show, pass on, take over, forget and check measured times.", no_args_is_help=True)
 perfdb.info.epilog = "\b\nExamples:\n  layerzero perfdb show\n  layerzero perfdb export times.jsonl"
 
 KernelGlob = Annotated[str, typer.Option("--kernel", metavar="KERNEL", help="Only this kernel; a glob.")]
@@ -35,7 +34,7 @@ _MOST = 40
 """Rows that are shown by default."""
 
 
-@perfdb.command("show", **examples("perfdb show", 'perfdb show --kernel "torch.*" --here', "perfdb show --json"))
+@perfdb.command("show", "perfdb show", 'perfdb show --kernel "torch.*" --here', "perfdb show --json", modules=True)
 def show(
     kernel: KernelGlob = "*",
     operation: OperationGlob = "*",
@@ -46,8 +45,6 @@ def show(
     everything: Annotated[
         bool, typer.Option("--all", help="Of each time also its spread, samples, and the state of the machine.")
     ] = False,
-    module: Modules = None,
-    json: AsJson = False,
 ) -> Answer:
     """Show measured times, latest first, a line each where a terminal is wide enough.
 
@@ -56,7 +53,6 @@ def show(
     from layerzero.cli import bench_tables
     from layerzero.tuning.storage import archive
 
-    import_modules(module or [])
     database = store_here().database
     holds = archive.here()
     found = named(database, kernel, operation)
@@ -88,7 +84,7 @@ def show(
     return Answer(data, rows, code, None if as_asked else by_operation)
 
 
-@perfdb.command("prune", **examples("perfdb prune --stale", "perfdb prune --older-than 90 --dry-run"))
+@perfdb.command("prune", "perfdb prune --stale", "perfdb prune --older-than 90 --dry-run", modules=True)
 def prune(
     kernel: KernelGlob = "*",
     operation: OperationGlob = "*",
@@ -99,8 +95,6 @@ def prune(
         bool, typer.Option("--unknown", help="With --stale: also times of kernels that nothing here registers.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell how many, and remove none.")] = False,
-    module: Modules = None,
-    json: AsJson = False,
 ) -> Answer:
     """Forget times. Every option given must hold; without any, nothing is forgotten.
 
@@ -113,7 +107,6 @@ def prune(
         raise ValueError("prune: wanted an option that says which times to forget, got none")
     if unknown and not stale:
         raise ValueError("prune: --unknown says what --stale takes in: wanted --stale with it, got none")
-    import_modules(module or [])
     before = "" if older_than is None else (datetime.now(UTC) - timedelta(days=older_than)).isoformat()
     database = store_here().database
     holds, times = archive.here(), named(database, kernel, operation)
@@ -132,8 +125,8 @@ def prune(
     return Answer({"rows": len(gone), "forgotten": not dry_run, "kept_unknown": len(kept)}, lambda: lines)
 
 
-@perfdb.command("check", **examples("perfdb check", "perfdb check --json"))
-def check(json: AsJson = False) -> Answer:
+@perfdb.command("check", "perfdb check", "perfdb check --json")
+def check() -> Answer:
     """Check the database: its file, every row in it, and how well times predict each other.
 
     For the last, every fifth time is predicted from the others, in turn. Exits with 1 if something is wrong.

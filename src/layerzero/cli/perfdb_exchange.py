@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerzero.cli.calls import AsJson, Modules
-from layerzero.cli.output import FINE, NO, Answer, examples, existing, import_modules
+from layerzero.cli.output import FINE, NO, Answer, Commands, existing
 from layerzero.cli.perfdb import KernelGlob, OnlyHere, OperationGlob, named, readable, store_here
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ def export(
     with_builds: Annotated[
         bool, typer.Option("--builds", help="Also pass on what was compiled for the calls of this machine.")
     ] = False,
-    module: Modules = None,
-    json: AsJson = False,
 ) -> Answer:
     """Write measured times to a file for other machines of this kind, and what was found out about kernels here.
 
@@ -41,7 +38,6 @@ def export(
     from layerzero.tuning.storage import archive, machine_exchange
     from layerzero.tuning.storage.tables import table_of
 
-    import_modules(module or [])
     database = store_here().database
     holds = archive.here() if here or prior else None
     kept = [each for each in named(database, kernel, operation) if holds is None or holds(each)]
@@ -72,8 +68,6 @@ def take(
         bool, typer.Option("--builds", help="Take builds, too: they are code that will run here.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and take nothing.")] = False,
-    module: Modules = None,
-    json: AsJson = False,
 ) -> Answer:
     """Take over times from a file, and what was found out about kernels.
 
@@ -85,7 +79,6 @@ def take(
     """
     from layerzero.tuning.storage import archive, machine_exchange
 
-    import_modules(module or [])
     exported = _exported(file)
     if isinstance(exported, Answer):
         return exported
@@ -110,8 +103,6 @@ def take(
 def diff(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `perfdb export` wrote elsewhere.")],
     limit: Annotated[int, typer.Option(metavar="N", help="Times to show, farthest apart.", min=0)] = 20,
-    module: Modules = None,
-    json: AsJson = False,
 ) -> Answer:
     """Compare a file of times with those of this machine: what is in both, and in what the environments differ.
 
@@ -119,7 +110,6 @@ def diff(
     """
     from layerzero.tuning.storage import archive, machine_exchange
 
-    import_modules(module or [])
     exported = _exported(file)
     if isinstance(exported, Answer):
         return exported
@@ -143,9 +133,7 @@ def diff(
     )
 
 
-def merge(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Another database of your own.")], json: AsJson = False
-) -> Answer:
+def merge(file: Annotated[Path, typer.Argument(metavar="FILE", help="Another database of your own.")]) -> Answer:
     """Take over all times of another database of yours, as if they had been measured here.
 
     Of two times of the same thing the later stays. The other file is not changed.
@@ -218,7 +206,7 @@ def _written(file: Path, write: Callable[[], None]) -> None:
         raise ValueError(f"{file}: wanted a place to write to, got: {error.strerror or error}") from error
 
 
-def add_to(perfdb: typer.Typer) -> None:
+def add_to(perfdb: Commands) -> None:
     """Register the commands."""
     for name, command, lines in (
         (
@@ -228,6 +216,6 @@ def add_to(perfdb: typer.Typer) -> None:
         ),
         ("import", take, ("times.jsonl", "times.jsonl --dry-run", "all.jsonl --builds")),
         ("diff", diff, ("times.jsonl", "times.jsonl --json")),
-        ("merge", merge, ("other/perfdb.sqlite",)),
     ):
-        perfdb.command(name, **examples(*(f"perfdb {name} {line}" for line in lines)))(command)
+        perfdb.command(name, *(f"perfdb {name} {line}" for line in lines), modules=True)(command)
+    perfdb.command("merge", "perfdb merge other/perfdb.sqlite")(merge)

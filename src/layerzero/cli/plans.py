@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layerzero.cli.calls import AsJson, ManifestFile, Model, Modules, Threads, Where
-from layerzero.cli.output import FINE, NO, Answer, examples, existing, import_modules, say
+from layerzero.cli.calls import ManifestFile, Model, Threads, Where
+from layerzero.cli.output import FINE, NO, Answer, Commands, examples, existing, say
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
 
-plan = typer.Typer(help="Show plans, and what differs between them.", no_args_is_help=True)
-plan.info.epilog = "\b\nExamples:\n  layerzero plan show plan.json\n  layerzero plan diff plan.json other.json"
+plan = Commands(help="Show plans, and what differs between them.", no_args_is_help=True)
+plan.info.epilog = examples("plan show plan.json", "plan diff plan.json other.json")
 
 PlanFile = Annotated[Path, typer.Argument(metavar="FILE", help="A plan that lz.solve or `solve` wrote.")]
 
@@ -54,8 +54,6 @@ def solve(
         bool, typer.Option("--strict", help="Where the plan is held, a call outside of its buckets is an error.")
     ] = False,
     threads: Threads = None,
-    module: Modules = None,
-    json: AsJson = False,
 ) -> Answer:
     """Choose every kernel that a model needs within buckets of sizes, and write that down as one plan.
 
@@ -67,7 +65,6 @@ def solve(
     from layerzero.serving.solve import solve as run
 
     check_place(out)  # before minutes of measuring
-    import_modules(module or ())
     axes = list(map(_axis, bucket or []))
     buckets = dict(axes) or None
     if len(buckets or ()) < len(axes):
@@ -92,7 +89,7 @@ def solve(
     return Answer(_plain(found), lambda: [*str(found).splitlines(), f"written to {out}"])
 
 
-def show(file: PlanFile, json: AsJson = False) -> Answer:
+def show(file: PlanFile) -> Answer:
     """Print a plan as its decision table.
 
     Exits with 1 for a file that is cut, was edited, or is no plan.
@@ -103,9 +100,7 @@ def show(file: PlanFile, json: AsJson = False) -> Answer:
     return Answer(_plain(found), lambda: [*str(found).splitlines()])
 
 
-def diff(
-    first: PlanFile, second: Annotated[Path, typer.Argument(metavar="OTHER", help="Another one.")], json: AsJson = False
-) -> Answer:
+def diff(first: PlanFile, second: Annotated[Path, typer.Argument(metavar="OTHER", help="Another one.")]) -> Answer:
     """Print what differs between two plans: model, machine, buckets, and the kernel of each call.
 
     Exits with 1 if anything differs.
@@ -174,23 +169,21 @@ def _model(text: str, dtype: str) -> Module:
     return found
 
 
-def add_to(app: typer.Typer) -> None:
+def add_to(app: Commands) -> None:
     """Register the commands."""
-    app.command("ready", **examples("ready", "ready --strict", "ready --for decoder --for serving", "ready --json"))(
-        ready
-    )
+    lines = "ready", "ready --strict", "ready --for decoder --for serving", "ready --json"
+    app.command("ready", *lines, modules=True)(ready)
     app.command(
-        "serve-health", **examples("serve-health", "serve-health --port 9400 --host 0.0.0.0 --manifest workload.json")
+        "serve-health", "serve-health", "serve-health --port 9400 --host 0.0.0.0 --manifest workload.json", modules=True
     )(serve_health)
     app.command(
         "solve",
-        **examples(
-            "solve my_model:build --bucket seq_len=128,512 --bucket batch=1,4 --out plan.json",
-            "solve ./llama --bucket seq_len=128,512,2048 --budget-s 300 --out plan.json --json",
-        ),
+        "solve my_model:build --bucket seq_len=128,512 --bucket batch=1,4 --out plan.json",
+        "solve ./llama --bucket seq_len=128,512,2048 --budget-s 300 --out plan.json --json",
+        modules=True,
     )(solve)
-    plan.command("show", **examples("plan show plan.json", "plan show plan.json --json"))(show)
-    plan.command("diff", **examples("plan diff plan.json other.json", "plan diff plan.json other.json --json"))(diff)
+    plan.command("show", "plan show plan.json", "plan show plan.json --json")(show)
+    plan.command("diff", "plan diff plan.json other.json", "plan diff plan.json other.json --json")(diff)
     app.add_typer(plan, name="plan", rich_help_panel=None)
 
 
@@ -204,10 +197,8 @@ def ready(
     manifest: ManifestFile = None,
     model: Model = "",
     device: Where = None,
-    module: Modules = None,
     asked_for: Sets = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a part is degraded, too.")] = False,
-    json: AsJson = False,
 ) -> Answer:
     """Tell whether traffic may come.
 
@@ -223,7 +214,6 @@ def ready(
     """
     from layerzero.serving.readiness import readiness_check
 
-    import_modules(module or ())
     found = readiness_check(manifest, model=model, device=device, sets=asked_for or ())
     fine = found.ready and not (strict and found.degraded)
     return Answer(found.to_dict(), lambda: str(found).splitlines(), FINE if fine else NO)
@@ -239,12 +229,10 @@ def serve_health(
     manifest: ManifestFile = None,
     model: Model = "",
     device: Where = None,
-    module: Modules = None,
     asked_for: Sets = None,
     fallback_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="While it exists, torch's own kernels alone run here.")
     ] = None,
-    json: AsJson = False,
 ) -> Answer:
     """Serve /livez, /readyz, /metrics and /statez until Ctrl-C.
 
@@ -255,7 +243,6 @@ def serve_health(
     """
     from layerzero.serving import probes
 
-    import_modules(module or ())
     asked = {"manifest": manifest, "model": model, "device": device, "sets": asked_for or ()}
     server = probes.serve_health(port, host=host, fallback_file=fallback_file, **asked)  # type: ignore[arg-type]
     say(f"{server.url} answers /livez, /readyz, /metrics and /statez; Ctrl-C ends it")

@@ -251,8 +251,7 @@ def _detect_cuda(index: int) -> Device:
 
 
 def _rocm_version() -> str | None:
-    version: str | None = getattr(torch.version, "hip", None)  # mypy believes the CPU build, which has None
-    return version
+    return getattr(torch.version, "hip", None)  # mypy believes the CPU build, which has None
 
 
 def cuda_dtypes(sm: tuple[int, int]) -> frozenset[str]:

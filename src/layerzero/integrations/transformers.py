@@ -326,10 +326,7 @@ def attend_one(
     checks of other calls 7 (2026-11-24).
     """
     window = (sliding_window - 1, 0) if sliding_window is not None and key.shape[1] > sliding_window else None
-    attended: Tensor = lz.attention(
-        query, key, value, False, scaling, layout="BSHD", window=window, softcap=softcap, sinks=s_aux
-    )
-    return attended
+    return lz.attention(query, key, value, False, scaling, layout="BSHD", window=window, softcap=softcap, sinks=s_aux)
 
 
 def _is_the_compilers(module: torch.nn.Module, query: Tensor, key: Tensor) -> bool:

@@ -87,7 +87,7 @@ def experts_forward(self: Module, hidden_states: Tensor, top_k_index: Tensor, to
                 gate_up, down = own.gate_up_proj, own.down_proj
                 if own.is_transposed:
                     gate_up, down = gate_up.mT, down.mT
-                output: Tensor = lz.moe_experts(
+                return lz.moe_experts(
                     hidden_states,
                     gate_up,
                     down,
@@ -99,7 +99,6 @@ def experts_forward(self: Module, hidden_states: Tensor, top_k_index: Tensor, to
                     alpha=gate.alpha,
                     limit=gate.limit,
                 )
-                return output
             why = gate
         _tell(type(own), why)
     from transformers.integrations.moe import grouped_mm_experts_forward

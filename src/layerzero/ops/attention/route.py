@@ -64,8 +64,7 @@ def _beyond(draw: Draw, kv_lens: Tensor | None, seq_k: int) -> Tensor | None:
     """Where a cache holds unwritten tokens, on half of the calls with lengths; it must not be read."""
     if kv_lens is None or draw.chance(0.5):
         return None
-    beyond: Tensor = torch.arange(seq_k, device=draw.device).view(-1, 1, 1) >= kv_lens.view(-1, 1, 1, 1)
-    return beyond
+    return torch.arange(seq_k, device=draw.device).view(-1, 1, 1) >= kv_lens.view(-1, 1, 1, 1)
 
 
 def _sequences(draw: Draw) -> tuple[int, int]:

@@ -97,8 +97,7 @@ class Glance:
         size = min(self._part, ctypes.sizeof(self._memory) - start)
         address = ctypes.addressof(self._memory) + start
         in_c = IN_C.get("checksum")
-        found: int = in_c(address, size) if in_c else zlib.crc32((ctypes.c_char * size).from_address(address))
-        return found
+        return in_c(address, size) if in_c else zlib.crc32((ctypes.c_char * size).from_address(address))
 
     def _part_differs(self) -> bool:
         self._left = left = (self._left or EVERY * len(self._sums)) - 1

@@ -252,8 +252,7 @@ def _proved(kernel: Kernel, operation: Operation, plain: Plain, call: CallRecipe
 
     def load(asked: Mapping[str, Any]) -> Callable[..., Any]:
         items: Any = [] if asked["batched"] else ""
-        run: Callable[..., Any] = kernel.load(plain_facts(Routed(operation, {**asked, "items": items})))
-        return run
+        return kernel.load(plain_facts(Routed(operation, {**asked, "items": items})))
 
     try:
         problems = plain.prove(load, given)

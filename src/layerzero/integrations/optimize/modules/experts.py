@@ -149,8 +149,7 @@ def compute(state: Experts, module: Module, rows: Tensor, ids: Tensor, shares: T
     weights = state.weights(module)  # first, for packed forms are of these
     given, named = call_of(rows, weights, ids, shares, state.forms_for(rows))
     named |= state.told(module)
-    output: Tensor = lz.moe_experts(*given, **named)
-    return output
+    return lz.moe_experts(*given, **named)
 
 
 def call_of(
