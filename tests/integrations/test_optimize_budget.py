@@ -212,6 +212,19 @@ def test_a_child_gets_the_remaining_time(clock, monkeypatch):
     assert tuned.seconds <= 10.0
 
 
+def test_a_report_says_that_the_thread_had_no_core(clock):
+    def waits():
+        clock.now += 1.0  # on the wall; the thread's own clock counts what it computes
+
+    workload = Workload(waits, torch.device("cpu"))
+    timed = time_kinds({}, workload.sample, 2)
+    assert workload.core_share < 0.5
+    timed.core_share = workload.core_share
+    assert "optimize again on an idle machine" in str(timed)
+    timed.core_share = 1.0
+    assert "idle machine" not in str(timed)
+
+
 def test_modules_that_there_is_no_time_to_check_stay_and_are_counted(clock, monkeypatch):
     kinds = modules._candidate
 

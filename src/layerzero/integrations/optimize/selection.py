@@ -133,20 +133,20 @@ def _runs(kinds: int, rounds: int) -> int:
 
 def _keep_what_gains(search: Search, report: Optimized, by_kind: Mapping[str, list[Replaced]]) -> bool:
     """Time the model as a whole, and take out what does not pay; whether there was time for it."""
-    workload, rounds = search.workload, search.rounds
+    workload, rounds, left_s = search.workload, search.rounds, report.time.deadline.left_s
     assert workload is not None
     switches = {kind: functools.partial(switch_all, found) for kind, found in by_kind.items()}
-    left_s = report.time.deadline.left_s
     tell = functools.partial(search.tell, "timing kinds of modules")
     captured = {"step"} if workload.device is not None and workload.device.type == "cuda" else set()
     timed = report.timed = time_kinds(switches, workload.sample, rounds, tell, workload.fits, captured)
-    each = workload.samples(rounds + 1)
     if timed is None:
         report.time.leave(f"timing the whole, {INSTEAD}", RUN, workload.samples(WHOLE - 1), left_s)
         switch_all(report.replaced, on=True)
         return False
+    timed.core_share = workload.core_share
     if timed.together:
-        report.time.leave("timing kinds of modules apart", RUN, (len(switches) + 2) * each, left_s)
+        count = (len(switches) + 2) * workload.samples(rounds + 1)
+        report.time.leave("timing kinds of modules apart", RUN, count, left_s)
 
     def why(told: Replaced) -> str:
         gain = timed.gains[told.kind]

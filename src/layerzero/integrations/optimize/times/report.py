@@ -26,6 +26,8 @@ NO_TIME = "no time was left to check it (budget_s)"
 BY_CALL = "by call"
 """The kernel of what no few rows can say."""
 
+BUSY = 0.9  # of its time a thread has a core on an idle machine; with less, gains are noise
+
 PADDING = (
     "padded batches: positions behind a row's last real token give zeros, where they gave what nothing should read; "
     "lz.optimize(model, padding=False) leaves them"
@@ -108,6 +110,7 @@ class Timed:
         rounds: how many rounds the model before and after was timed in.
         speedup: how many times as fast, the median of the rounds' ratios.
         together: whether there was no time to time kinds apart; each then has the gain of all.
+        core_share: how much of that time the thread had a core.
     """
 
     stock_s: float
@@ -117,6 +120,7 @@ class Timed:
     rounds: int = 0
     speedup: float = 1.0
     together: bool = False
+    core_share: float = 1.0
 
     def __str__(self) -> str:
         lines = [f"a run takes {self.stock_s * 1e3:.2f} ms; nothing was kept, so it is as before"]
@@ -124,6 +128,8 @@ class Timed:
             times = f"before {self.stock_s * 1e3:.2f} ms, after {self.after_s * 1e3:.2f} ms"
             how = f"median of the ratios of {self.rounds} rounds, in each of which both ran"
             lines = [f"{times}: {self.speedup:.2f} times as fast ({how})"]
+        if self.core_share < BUSY:
+            lines.append(f"its thread had a core {self.core_share:.0%} of the time: optimize again on an idle machine")
         if self.together:
             kinds = ", ".join(self.gains)
             verdict = "taken out again" if self.dropped else "kept"

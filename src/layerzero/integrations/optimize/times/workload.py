@@ -136,12 +136,14 @@ class Workload:
         device: where the model lies.
         time: what is left of the time; it learns of every run.
         tokens: the ids that it is called with, and which of them are padding; None where the inputs do not say.
+        sampled_s: seconds of all timed runs, on the wall and of this thread alone.
     """
 
     call: Callable[[], Any]
     device: torch.device
     time: TimeLeft = field(default_factory=lambda: TimeLeft(None))
     tokens: tuple[Tensor, Tensor | None] | None = None
+    sampled_s: tuple[float, float] = (0.0, 0.0)
     _often: int = 0
 
     def run(self) -> list[Tensor]:
@@ -169,12 +171,20 @@ class Workload:
 
     def _seconds(self) -> float:
         timing.wait(self.device)
-        started = timing.WALL()
+        began_s, began_alone_s = timing.WALL(), _time.thread_time()
         with self.time.taking(RUN):
             with torch.no_grad():
                 self.call()
             timing.wait(self.device)
-        return timing.WALL() - started
+        took_s = timing.WALL() - began_s
+        self.sampled_s = self.sampled_s[0] + took_s, self.sampled_s[1] + _time.thread_time() - began_alone_s
+        return took_s
+
+    @property
+    def core_share(self) -> float:
+        """How much of the timed runs this thread had a core; 1 on a GPU, where the wait for it says nothing."""
+        wall_s, alone_s = self.sampled_s
+        return alone_s / wall_s if wall_s and self.device.type == "cpu" else 1.0
 
     def tune(self, *, deadline: Deadline, isolate: bool, progress: Callable[[Step], None] | None = None) -> Tuned:
         """Record the calls of one run and measure each class of them, the most frequent first."""
