@@ -263,3 +263,13 @@ def test_mistakes_with_the_codes_of_a_weight_are_found():
     for name in ("nibbles", "group", "neighbour", "zero", "order"):
         found = report.kernel(f"planted.weight_{name}").problems
         assert any(each.status == "wrong" and "elements too far" in each.message for each in found), name
+
+
+@pytest.mark.slow
+def test_mistakes_with_the_rotation_of_a_weight_are_found():
+    """A rotation that is left out, has another size, scale or order, or is done twice; nvfp4 that is read as mxfp4."""
+    report = conformance.run(["planted.rotation_*"], modules=["planted_weights"], calls=24, seconds=60, device="cpu")
+    assert report.kernel("planted.rotation_right").ok
+    for name in ("dropped", "unscaled", "smaller", "sequency", "twice", "nvfp4_as_mxfp4"):
+        found = report.kernel(f"planted.rotation_{name}").problems
+        assert any(each.status == "wrong" and "elements too far" in each.message for each in found), name

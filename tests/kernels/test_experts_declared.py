@@ -207,6 +207,9 @@ def test_what_never_ran_proves_itself_first(kernel):
     [
         ("vllm.marlin_experts", "mxfp4", BF16, {WRONG}),
         ("vllm.marlin_experts_mx", "mxfp4", F16, {DTYPE}),
+        ("vllm.marlin_experts_mx", "nvfp4", BF16, {WRONG}),
+        ("vllm.marlin_experts_mx", "mxfp4:rotation=32", BF16, {ReasonCode.QUANT_FORMAT_UNSUPPORTED}),
+        ("vllm.marlin_experts_nvfp4", "nvfp4:rotation=16", BF16, {ReasonCode.QUANT_FORMAT_UNSUPPORTED}),
         ("vllm.marlin_experts_fp8", "fp8:group=32,rows=4", BF16, {WRONG}),
         ("vllm.marlin_experts_int8", "compressed-tensors:bits=4,group=32", BF16, {WRONG}),
         ("vllm.marlin_experts", "gptq:bits=4,group=32,zeros=stored,permuted=True", BF16, {WRONG}),

@@ -41,6 +41,12 @@ CASES = [
     ("humming.linear_mx", {"text": "mxfp4", "dtype": F16}, {DTYPE}),
     ("humming.linear_nvfp4", {"text": "nvfp4:over"}, set()),
     ("humming.linear_nvfp4", {"text": "mxfp4"}, {WRONG}),
+    ("vllm.marlin_mx", {"text": "mxfp4:rotation=32"}, set()),
+    ("vllm.marlin_mx", {"text": "nvfp4:rotation=16"}, {WRONG}),
+    ("vllm.marlin_nvfp4", {"text": "nvfp4:over,rotation=128"}, set()),
+    ("vllm.marlin_nvfp4", {"text": "nvfp4:rotation=16", "dtype": F16}, {DTYPE}),
+    ("humming.linear_mx", {"text": "mxfp4:rotation=32"}, set()),
+    ("humming.linear_nvfp4", {"text": "nvfp4:rotation=16"}, set()),
     ("vllm.gguf", {"text": "gguf:Q4_K"}, set()),
     ("vllm.gguf", {"text": "gguf:MXFP4"}, {WRONG}),
     ("vllm.gguf", {"text": "gguf:Q4_K", "dtype": torch.float32}, {DTYPE}),
@@ -48,7 +54,10 @@ CASES = [
 ]
 FORMATS = {
     "block": (FP8, "fp8", "fp8:rows=0", "fp8:group=128"),
-    "mx": ("mxfp4", "mxfp8", "nvfp4", "nvfp4:over"),
+    "mx": (
+        *("mxfp4", "mxfp8", "nvfp4", "nvfp4:over"),
+        *("mxfp4:rotation=32", "nvfp4:rotation=16", "nvfp4:over,rotation=128"),
+    ),
     "gguf": tuple(f"gguf:{kind}" for kind in marlin._KINDS),
 }
 
@@ -76,6 +85,38 @@ def test_each_library_is_called_as_it_reads_numbers(monkeypatch, kernel):
             torch.testing.assert_close(got.double(), exact, rtol=0.0, atol=0.06 if dtype is BF16 else 0.01)
     wanted = {given["text"] for named, given, codes in CASES if named == kernel and not codes}
     assert wanted <= set(taken)
+
+
+BY_SCHEME = {"torch.dequantized_mx", "torch.kept_mx", "reference.mlp.linear.quant.mx"}
+"""What reads each format as its scheme says."""
+
+
+@pytest.mark.parametrize("rotation", ["", "rotation=32"])
+@pytest.mark.parametrize("device", ["H100", "B200", "MI300X", "MI355X", "cpu"])
+def test_no_kernel_that_reads_mxfp4_is_offered_nvfp4(device, rotation):
+    taken = {}
+    for text in ("mxfp4", "nvfp4", "nvfp4:over"):
+        whole = f"{text}{',' if ':' in text else ':' * bool(rotation)}{rotation}".rstrip(",")
+        given = torch.empty(2, 256, dtype=BF16), weight(whole)
+        report = lz.explain("quantized_linear", *given, device=device, libraries=LIBRARIES)
+        built = {ReasonCode.JIT_DISABLED, ReasonCode.NOT_VETTED, ReasonCode.PACKED_WEIGHTS_REQUIRED}
+        taken[text] = {
+            each.kernel.id for each in report.candidates if {reason.code for reason in each.reasons} <= built
+        }
+    assert taken["nvfp4"] == taken["nvfp4:over"]
+    assert (taken["mxfp4"] & taken["nvfp4"]) - BY_SCHEME == set()
+    assert "torch.dequantized_mx" in taken["nvfp4"]
+    assert len(taken["nvfp4"] - BY_SCHEME) >= (2 if device in ("H100", "B200") else 0)
+
+
+def test_tensors_of_nvfp4_are_none_of_mxfp4():
+    data, scale, _, _, second = weight("nvfp4").fields
+    x = torch.randn(2, 256).to(BF16)
+    for more in ({}, {"second_scale": second}):
+        with pytest.raises(lz.InvalidCallError, match="weight_scale: wanted"):
+            lz.quantized_linear(x, data, scale, weight_format="mxfp4", **more)
+    with pytest.raises(lz.InvalidCallError, match="scale: wanted"):
+        lz.QuantizedWeight.from_mx(data, scale, of="mxfp4")
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)

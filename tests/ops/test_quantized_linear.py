@@ -14,9 +14,11 @@ import layerzero as lz
 from drawing import at_once, examples
 from launches import Counted
 from layerzero.backends.torch.quantized_linear import quantized_rows
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.calls import arguments_of
 from layerzero.ops.quantize.formats import FORMATS
+from layerzero.ops.quantize.weight_format import rotated
 from layerzero.testing import compare
 from layerzero.testing.generate import random_call
 
@@ -280,3 +282,103 @@ def test_rows_of_torchs_int8_product_may_begin_at_any_address(text, start):
     with lz.scope(allow=[kernel]):
         got = lz.quantized_linear(x, *given)
     torch.testing.assert_close(got.float(), x.float() @ whole.t(), rtol=3e-2, atol=3e-2)
+
+
+ROTATED = ("mxfp4:rotation=32", "mxfp4:rotation=64", "nvfp4:rotation=16", "nvfp4:over,rotation=32", "mxfp8:rotation=2")
+
+
+@at_once("text", ROTATED)
+def test_a_rotated_weight_stands_for_the_numbers_before(text):
+    """Numbers that are 8 times as large as the others of their block cost mxfp4 0.16 of the norm, rotated 0.11."""
+    torch.manual_seed(0)
+    numbers = torch.randn(64, 192)
+    numbers[:, ::37] *= 8.0
+    known, plain = (lz.quantize_weight(numbers, each) for each in (text, re.sub(r":?,?rotation=\d+", "", text)))
+    lost, before = (((each.dequantized() - numbers).norm() / numbers.norm()).item() for each in (known, plain))
+    assert 0.0 < lost < (0.12 if text.startswith("mxfp4") else 1.15 * before)
+    assert lost < before - 0.03 or not text.startswith("mxfp4")
+    turned = lz.QuantizedWeight.unchecked(plain.format, known.shape, known.fields).dequantized(torch.float64)
+    size = known.format.rotation
+    matrix = torch.tensor([[(-1.0) ** (row & column).bit_count() for column in range(size)] for row in range(size)])
+    wanted = (turned.view(64, -1, size) @ matrix.double() / size**0.5).view(64, 192)
+    torch.testing.assert_close(known.dequantized(torch.float64), wanted, rtol=1e-12, atol=1e-12)
+
+
+@at_once("dtype", FLOATS)
+@at_once("text", ROTATED)
+@at_once("kernel", ["torch.dequantized_mx", "torch.kept_mx"])
+def test_rows_are_rotated_where_their_weight_is(kernel, text, dtype):
+    torch.manual_seed(0)
+    known = lz.quantize_weight(torch.randn(64, 192) / 192**0.5, text)
+    x, bias = torch.randn(2, 3, 192).to(dtype), torch.randn(64).to(dtype)
+    packed = lz.PackedWeight(known, dense=True)
+    if why := lz.explain("quantized_linear", x, known, packed=packed).reasons(kernel):
+        assert dtype is torch.float16  # rotated rows may be larger than any of its numbers
+        assert "bfloat16 or float32 with a rotated weight" in str(why[0])
+        return
+    with lz.scope(allow=[kernel]):
+        got = lz.quantized_linear(x, known, bias=bias, packed=packed)
+    wanted = x.double() @ known.dequantized(torch.float64).t() + bias.double()
+    torch.testing.assert_close(got.double(), wanted, rtol=TWO_ROUNDINGS[dtype], atol=TWO_ROUNDINGS[dtype])
+
+
+def test_half_precision_rows_that_no_half_holds_once_rotated_are_multiplied():
+    known = lz.quantize_weight(torch.randn(64, 64) / 64, "mxfp4:rotation=64")
+    x = torch.full((2, 64), 3e4).half()
+    wanted = x.double() @ known.dequantized(torch.float64).t()
+    torch.testing.assert_close(lz.quantized_linear(x, known).double(), wanted, rtol=2e-3, atol=2e3)
+
+
+def test_gradients_of_rotated_rows_are_those_of_the_numbers_before():
+    known = lz.quantize_weight(torch.randn(64, 64), "mxfp4:rotation=32")
+    x = torch.randn(3, 64, requires_grad=True)
+    lz.quantized_linear(x, known).sum().backward()
+    torch.testing.assert_close(x.grad, known.dequantized().sum(0).expand(3, 64), rtol=1e-4, atol=1e-4)
+
+
+def test_a_kernel_whose_bits_are_the_same_in_every_batch_rotates_without_a_product():
+    """Sums of products may have another order for other numbers of rows."""
+    x = torch.randn(67, 128, dtype=torch.bfloat16)
+    assert all(torch.equal(rotated(x[start : start + 1], 32), rotated(x, 32)[start : start + 1]) for start in (0, 66))
+    exact, quick = rotated(x.float(), 32), rotated(x.float(), 32, rotated(torch.eye(32), 32))
+    torch.testing.assert_close(quick, exact, rtol=1e-5, atol=1e-5)
+    load = REGISTRY.kernel("humming.linear_mx_invariant").load
+    assert load.keywords["batch_invariant"]
+    assert not REGISTRY.kernel("humming.linear_mx").load.keywords["batch_invariant"]
+
+
+def sequency(size):
+    """Hadamard's matrix with columns in the order of their changes of sign, as FP-Quant's ``gsr``."""
+    made = rotated(torch.eye(size), size)
+    return made[:, (made.diff(dim=0) != 0).sum(0).argsort()].contiguous()
+
+
+def test_the_matrix_of_a_file_says_the_rotation_and_another_one_is_refused():
+    known = lz.quantize_weight(torch.randn(64, 96), "mxfp4:rotation=32")
+    data, scale = known.fields[:2]
+    for rotation in (32, rotated(torch.eye(32), 32), rotated(torch.eye(32), 32).bfloat16()):
+        made = lz.QuantizedWeight.from_mx(data, scale, rotation=rotation)
+        assert made.format == known.format
+        assert torch.equal(made.dequantized(), known.dequantized())
+    assert lz.QuantizedWeight.from_mx(data, scale, rotation=torch.eye(32)).format == lz.WeightFormat("mxfp4")
+    for other in (sequency(32), -rotated(torch.eye(32), 32), torch.ones(32, 32), torch.ones(3, 2), torch.tensor(1.0)):
+        with pytest.raises(lz.InvalidCallError, match="rotation: wanted Hadamard's matrix") as raised:
+            lz.QuantizedWeight.from_mx(data, scale, rotation=other)
+        assert raised.value.code == "QUANT_FORMAT_UNSUPPORTED"
+    nv = lz.quantize_weight(torch.randn(64, 96), "nvfp4:over,rotation=16")
+    data, scale, _, _, second = nv.fields
+    made = lz.QuantizedWeight.from_nvfp4(data, scale, second, divides=True, rotation=16)
+    assert torch.equal(made.dequantized(), nv.dequantized())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mxfp4:rotation=24", "rotation: wanted 0 or a power of two, got 24"),
+        ("mxfp4:rotation=64", "data: wanted a multiple of 64 columns"),
+        ("gptq:bits=4,group=32,zeros=stored,rotation=32", "rotation: wanted nothing with gptq"),
+    ],
+)
+def test_a_rotation_that_no_weight_has_is_refused(text, said):
+    with pytest.raises(lz.InvalidCallError, match=said):
+        lz.quantize_weight(torch.randn(64, 96), text)

@@ -10,7 +10,7 @@ AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def options(text):
     scheme, _, rest = text.partition(":")
-    found = {"kind": "", "bits": 0, "group": 0, "rows": 1, "zeros": "none"}
+    found = {"kind": "", "bits": 0, "group": 0, "rows": 1, "zeros": "none", "rotation": 0}
     for each in filter(None, rest.split(",")):
         name, known, value = each.partition("=")
         found[name if known else "kind"] = (int(value) if value.isdigit() else value) if known else name
@@ -72,6 +72,11 @@ def marlin(c, scheme, of, columns):
 
 def numbers(c):
     """The weight (N, K) of a call."""
+    return turned(stored(c), options(c["weight_format"])[1]["rotation"])
+
+
+def stored(c):
+    """The same as it was quantised: of a rotated one, the rotated numbers."""
     scheme, of = options(c["weight_format"])
     columns = c["input"].shape[-1]
     return READERS[scheme](c, scheme, of, columns)
@@ -112,6 +117,15 @@ def micro(c, scheme, of, columns):
     return numbers * np.repeat(scale, columns // scale.shape[1], 1)
 
 
+def turned(numbers, size):
+    """Hadamard's transform of each ``size`` columns, by the parity of the bits that two places share."""
+    if not size:
+        return numbers
+    matrix = np.array([[(-1.0) ** (row & column).bit_count() for column in range(size)] for row in range(size)])
+    parts = numbers.reshape(*numbers.shape[:-1], numbers.shape[-1] // size, size)
+    return (np.einsum("...j,jk->...k", parts, matrix) / np.sqrt(size)).reshape(numbers.shape)
+
+
 def codebook(c, scheme, of, columns):
     numbers = np.array(TABLES[scheme])[halves(c["weight"].reshape(-1), False)]
     return (numbers * np.repeat(c["weight_scale"], of["group"])[: len(numbers)]).reshape(-1, columns)
@@ -135,7 +149,8 @@ READERS = {
 
 
 def product(c):
-    output = c["input"] @ numbers(c).T
+    rows = turned(c["input"], options(c["weight_format"])[1]["rotation"])
+    output = rows @ stored(c).T
     return (output if c.get("bias") is None else output + c["bias"],)
 
 

@@ -30,7 +30,7 @@ from layerzero.ops.linear.weight_formats import FORMATTED
 from layerzero.ops.moe.experts import PACKED_OF
 from layerzero.ops.moe.quantized import QUANTIZED, ROUNDED
 from layerzero.ops.quantize.weight import QuantizedWeight
-from layerzero.ops.quantize.weight_format import Codes, Fields
+from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, rotated
 
 ROUNDING, ROUNDING_GGUF = (FORMATTED["group.int8"].name,), (FORMATTED["gguf.int8"].name,)
 """What kernels that round rows to int8 also take, of weights by group and of GGUF weights."""
@@ -76,12 +76,18 @@ def before_capture(owner: str, names: tuple[str, ...] = OF_PRODUCT) -> Limit:
 
 
 def formed(pack: Pack, weight: QuantizedWeight, *, of_codes: bool) -> tuple[tuple[Any, Tensor | None], int]:
-    """The library's form of one weight, the order that columns of rows are to be in, and the bytes of both."""
+    """The library's form of one weight, the order that columns of rows are to be in, and the bytes of both.
+
+    That of a rotated weight is of the rotated numbers: its rows are rotated, too, before the product. In place of an
+    order it has the matrix for that, which no capture can keep.
+    """
     fields = Fields(*[None if each is None else on_boundary(each) for each in weight.fields])  # type: ignore[arg-type]
-    weight = QuantizedWeight.unchecked(weight.format, weight.shape, fields)
+    rotation = weight.format.rotation
+    weight = QuantizedWeight.unchecked(replace(weight.format, rotation=0), weight.shape, fields)
     if not of_codes:
         form, size = pack(weight)
-        return (form, None), size
+        matrix = rotated(torch.eye(rotation, device=fields.data.device), rotation) if rotation else None
+        return (form, matrix), size + bytes_of(matrix)
     codes, order = weight.codes, None
     if codes.group_index is not None:
         order = codes.group_index.argsort(stable=True)
@@ -93,11 +99,14 @@ def formed(pack: Pack, weight: QuantizedWeight, *, of_codes: bool) -> tuple[tupl
     return (form, order), size + (0 if order is None else order.nbytes)
 
 
-def _load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable[..., Any]:
+def _load(
+    facts: Facts, owner: str, parts: Parts, *, of_codes: bool, batch_invariant: bool = False
+) -> Callable[..., Any]:
     pack, product = parts(facts)
     call = of_call(owner, facts)
     ndim, features = facts["input_ndim"], facts.size("in_features")
     key = owner, facts["dtype"]  # scales are in that of the rows
+    rotation = WeightFormat.of(str(facts["weight_format"])).rotation
 
     def made(weight: QuantizedWeight) -> tuple[tuple[Any, Tensor | None], int]:
         made_for(call)
@@ -117,6 +126,8 @@ def _load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable
     ) -> Tensor:
         form, order = packed.form(key, made)
         rows = input if ndim == 2 else input.reshape(-1, features)
+        if rotation:
+            rows, order = rotated(rows, rotation, None if batch_invariant else order), None
         rows = rows.contiguous() if order is None else rows.index_select(1, order)
         output = product(rows, form)
         if bias is not None:
@@ -125,6 +136,24 @@ def _load(facts: Facts, owner: str, parts: Parts, *, of_codes: bool) -> Callable
 
     return run
 
+
+def _rotated_halves(facts: Facts) -> Reason | None:
+    if facts["dtype"] is not torch.float16 or not WeightFormat.of(str(facts["weight_format"])).rotation:
+        return None
+    return Reason(ReasonCode.DTYPE_UNSUPPORTED, "dtype", "bfloat16 or float32 with a rotated weight", "float16")
+
+
+_ROTATED_IN_RANGE = limit.Custom("rotated rows: no float16, whose numbers they may exceed", _rotated_halves)
+
+
+def _rotated_experts(facts: Facts) -> Reason | None:
+    found = [text for name in ("gate_up_format", "down_format") if "rotation=" in (text := str(facts[name]))]
+    code, wanted = ReasonCode.QUANT_FORMAT_UNSUPPORTED, "without rotation"
+    return Reason(code, "the format of experts", wanted, found[0]) if found else None
+
+
+UNROTATED = limit.Custom("experts whose weights are not rotated", _rotated_experts)
+"""Of kernels that rotate no rows between the two products."""
 
 IN_FOUR_BITS = limit.one_of("weight_bits", 2, 3, 4)
 """What fits kernels of codes of four bits."""
@@ -154,13 +183,20 @@ def grouped(
     optional = {"group": ("weight_zero", "group_index"), "mx": ("second_scale",)}
     fields: dict[str, Any] = {
         "operations": (FORMATTED[operation].name, *{"group": ROUNDING, "gguf": ROUNDING_GGUF}.get(operation, ())),
-        "load": functools.partial(_load, owner=kernel_id, parts=parts, of_codes=of_codes and operation == "group"),
+        "load": functools.partial(
+            _load,
+            owner=kernel_id,
+            parts=parts,
+            of_codes=of_codes and operation == "group",
+            batch_invariant=bool(changes.get("batch_invariant")),
+        ),
         "accepts": ("weight_format", "bias", *optional.get(operation, ()), "packed"),
         "limits": (
             limit.platform(platform),
             *limits,
             *([] if MAY_BE_DENSE in limits else [BELONGS]),
             *([before_capture(kernel_id)] if platform == "cuda" else []),
+            *([_ROTATED_IN_RANGE] if operation == "mx" else []),
         ),
     }
     return Kernel(id=kernel_id, backend=backend, priority=priority, **fields | changes)

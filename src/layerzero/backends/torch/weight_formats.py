@@ -25,6 +25,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from layerzero.ops.moe.experts import Stack, weights_of
 from layerzero.ops.quantize.gguf import AFFINE, affine
 from layerzero.ops.quantize.schemes import scheme_of
 from layerzero.ops.quantize.weight import QuantizedWeight
-from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat
+from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, rotated
 
 BLOCK = {"cpu": 2**17, "cuda": 2**25}
 """Numbers of a block: half a megabyte of float32 on a CPU; on a GPU, where each block is a dozen launches, as many as a
@@ -100,6 +101,9 @@ def dequantizing(
 def _load(facts: Facts) -> Callable[..., Any]:
     of, sizes = WeightFormat.of(str(facts["weight_format"])), (facts.size("out_features"), facts.size("in_features"))
     dtypes = _dtypes(facts, lambda facts: facts.size_bits("rows") < FEW_BITS)
+    rotation, of = of.rotation, replace(of, rotation=0)
+    if rotation and facts["dtype"] is torch.float16:  # rotated rows may be larger than any of its numbers
+        dtypes = dtypes[0], dtypes[0]
     product = dequantizing(of, sizes, dtypes, str(facts["platform"]), whole=bool(facts["requires_grad"]))
 
     def run(
@@ -114,7 +118,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
         second_scale: Tensor | None = None,
         out_dtype: torch.dtype | None,
     ) -> Tensor:
-        output = product(input, Fields(weight, weight_scale, weight_zero, group_index, second_scale))
+        rows = rotated(input.to(dtypes[0]), rotation) if rotation else input
+        output = product(rows, Fields(weight, weight_scale, weight_zero, group_index, second_scale))
         return (output if bias is None else output + bias).to(out_dtype or input.dtype)
 
     return run

@@ -40,7 +40,7 @@ from layerzero.ops.quantize.groups import Grouped
 from layerzero.ops.quantize.scheme import Scheme
 from layerzero.ops.quantize.schemes import LOSSES, SCHEMES, format_problems, scheme_of, taken_instead
 from layerzero.ops.quantize.weight import QuantizedWeight
-from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, fields_of
+from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, fields_of, rotated
 
 _TENSORS = tuple(ARGUMENTS.values())
 
@@ -58,12 +58,12 @@ def formatted_linear(
     out_dtype: torch.dtype | None = None,
     packed: PackedWeight | None = None,
 ) -> Tensor:
-    """The weight's numbers in float32 or wider, and the product with them."""
+    """The weight's numbers in float32 or wider, and the product with them; rows are rotated as the weight was."""
     of, dtype = WeightFormat.of(weight_format), wide(input.dtype)
     given = Fields(weight, weight_scale, weight_zero, group_index, second_scale)
     with torch.no_grad():
-        numbers = scheme_of(of).dequantized(of, given, input.shape[-1], dtype)
-    output = functional.linear(input.to(dtype), numbers, None if bias is None else bias.to(dtype))
+        numbers = scheme_of(of).dequantized(replace(of, rotation=0), given, input.shape[-1], dtype)
+    output = functional.linear(rotated(input.to(dtype), of.rotation), numbers, None if bias is None else bias.to(dtype))
     return output.to(out_dtype or input.dtype)
 
 
@@ -74,7 +74,8 @@ def _terms(arguments: Mapping[str, Any]) -> Tensor:
     part for a whole group. In a row of equal numbers torch's int4 product in bfloat16 was off by 0.074, 1.5 times what
     is allowed without it (AMD EPYC Zen 4, torch 2.13.0, 2026-11-26).
     """
-    of, rows = WeightFormat.of(arguments["weight_format"]), arguments["input"].double()
+    of = WeightFormat.of(arguments["weight_format"])
+    rows = rotated(arguments["input"].double(), of.rotation)
     numbers, scheme = _numbers(arguments), scheme_of(of)
     bias = arguments.get("bias")
     total = functional.linear(rows.square(), numbers.square(), None if bias is None else bias.double().square())
@@ -90,7 +91,7 @@ def _terms(arguments: Mapping[str, Any]) -> Tensor:
 
 def _numbers(arguments: Mapping[str, Any]) -> Tensor:
     of, inputs = WeightFormat.of(arguments["weight_format"]), arguments["input"].shape[-1]
-    return scheme_of(of).dequantized(of, fields_of(arguments), inputs, torch.float64)
+    return scheme_of(of).dequantized(replace(of, rotation=0), fields_of(arguments), inputs, torch.float64)
 
 
 WEIGHT_FACTS = (
@@ -297,6 +298,7 @@ FORMATTED: dict[str, Operation] = {
             "small": ("mxfp4", 33, 96, 64),
             "small_8": ("mxfp8", 5, 96, 64),
             "small_nv": ("nvfp4", 5, 96, 64),
+            "small_rotated": ("mxfp4:rotation=32", 5, 96, 64),
             **_timed("mxfp4", decode_nv="nvfp4"),
         },
     ),

@@ -22,7 +22,7 @@ from layerzero.ops.draw import Draw
 from layerzero.ops.quantize import formats, gguf
 from layerzero.ops.quantize.groups import GROUPED, HALVES
 from layerzero.ops.quantize.scheme import Scheme, Wanted, strange_options
-from layerzero.ops.quantize.weight_format import Fields, WeightFormat
+from layerzero.ops.quantize.weight_format import Fields, WeightFormat, rotated
 
 _BYTES, _FLOAT32 = frozenset({torch.uint8}), frozenset({torch.float32})
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
@@ -100,7 +100,7 @@ class Micro(Scheme):
 
     The scales of MX are powers of two for each 32 numbers, (N, K / 32), as float8_e8m0fnu or their bytes; those of
     nvfp4 float8_e4m3fn for each 16, (N, K / 16), and multiples of ``second_scale`` (), or with ``nvfp4:over``, as
-    compressed-tensors has it, quotients by it.
+    compressed-tensors has it, quotients by it. With ``rotation`` they are of columns that were rotated.
     """
 
     operation = "mx"
@@ -112,12 +112,16 @@ class Micro(Scheme):
 
     def problems(self, of: WeightFormat) -> list[str]:
         kinds = ("", "over") if self.name == "nvfp4" else ("",)
-        return strange_options(of, *(["kind"] if of.kind in kinds else []))
+        problems = strange_options(of, "rotation", *(["kind"] if of.kind in kinds else []))
+        if type(of.rotation) is not int or of.rotation < 0 or of.rotation.bit_count() > 1:
+            problems.append(f"rotation: wanted 0 or a power of two, got {of.rotation!r} in {of}")
+        return problems
 
     def size_problems(self, of: WeightFormat, outputs: int, inputs: int) -> list[str]:
-        if inputs % self.narrow.block == 0:
+        block = max(self.narrow.block, of.rotation)
+        if inputs % block == 0:
             return []
-        return [f"data: wanted a multiple of {self.narrow.block} columns, the block of {of}, got {inputs}"]
+        return [f"data: wanted a multiple of {block} columns, the block of {of}, got {inputs}"]
 
     def bits(self, of: WeightFormat, scale: str = "float16") -> float:
         return self.narrow.bits + 8.0 / self.narrow.block
@@ -136,9 +140,10 @@ class Micro(Scheme):
         if given.second_scale is not None:
             second = given.second_scale.to(dtype).reshape(())
             factor = factor / second if of.kind == "over" else factor * second
-        return formats.multiplied(formats.widened(given.data, self.narrow, dtype), factor)
+        return rotated(formats.multiplied(formats.widened(given.data, self.narrow, dtype), factor), of.rotation)
 
     def quantized(self, of: WeightFormat, numbers: Tensor) -> Fields:
+        numbers = rotated(numbers.float(), of.rotation) if of.rotation else numbers
         if self.name != "nvfp4":
             return Fields(*formats.quantize_mx(numbers, self.narrow))
         most = numbers.float().abs().amax() if numbers.numel() else numbers.new_zeros((), dtype=torch.float32)
@@ -149,7 +154,8 @@ class Micro(Scheme):
     def drawn(self, draw: Draw) -> tuple[WeightFormat, int, int]:
         kind = draw.of(("", "over")) if self.name == "nvfp4" else ""
         inputs = self.narrow.block * draw.of((1, 2, 3, 8))
-        return WeightFormat(self.name, kind), draw.of((1, 2, 7, 33, 64)), inputs
+        rotation = draw.of((0, 0, self.narrow.block))
+        return WeightFormat(self.name, kind, rotation=rotation), draw.of((1, 2, 7, 33, 64)), inputs
 
 
 _NF4 = (

@@ -15,7 +15,7 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import conversion, format_problems, instead, scheme_of
-from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, arguments_of
+from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, arguments_of, rotation_of
 
 if TYPE_CHECKING:
     from layerzero.ops.linear.packed import PackedWeight
@@ -197,29 +197,32 @@ class QuantizedWeight(Bundle):
         return cls(of, tuple(weight.shape), weight, scale.reshape(*lead, -1, 1) if of.rows else scale.reshape(lead))
 
     @classmethod
-    def from_mx(cls, weight: Tensor, scale: Tensor, of: str = "") -> QuantizedWeight:
+    def from_mx(cls, weight: Tensor, scale: Tensor, of: str = "", *, rotation: int | Tensor = 0) -> QuantizedWeight:
         """Of MX: uint8 (N, K / 2) or, as gpt-oss has it, (N, K / 32, 16), or float8 (N, K); scale (N, K / 32).
 
         Of a stack with an axis more: gpt-oss's ``gate_up_proj_blocks`` (E, N, K / 32, 16). Of six bits are (N, 3 K / 4)
-        with ``of="mxfp6_e2m3"`` or ``"mxfp6_e3m2"``, which no dtype tells.
+        with ``of="mxfp6_e2m3"`` or ``"mxfp6_e3m2"``, which no dtype tells. Of MR-GPTQ's weights ``rotation`` is the
+        size of the Hadamard matrix that columns were multiplied by, or this matrix (``forward_hadamard_matrix``).
         """
         refuse("QuantizedWeight.from_mx", _tensors_missing({"weight": weight, "scale": scale}, 2, exactly=False))
         weight = weight.flatten(min(scale.ndim, weight.ndim) - 1)
         name = of or ("mxfp4" if weight.dtype is torch.uint8 else "mxfp8")
         bits = {"mxfp4": 4.0, "mxfp8": 8.0}.get(name, 6.0)
-        return cls(name, (*weight.shape[:-1], int(weight.shape[-1] * 8 // bits)), weight, scale)
+        made = WeightFormat(name, rotation=rotation_of(rotation))
+        return cls(made, (*weight.shape[:-1], int(weight.shape[-1] * 8 // bits)), weight, scale)
 
     @classmethod
     def from_nvfp4(
-        cls, weight: Tensor, scale: Tensor, second_scale: Tensor, *, divides: bool = False
+        cls, weight: Tensor, scale: Tensor, second_scale: Tensor, *, divides: bool = False, rotation: int | Tensor = 0
     ) -> QuantizedWeight:
         """Of NVFP4: weight (N, K / 2), scale (N, K / 16), second_scale one number; of a stack (E, ...) one for each.
 
         ``divides``: scales are quotients by it (``weight_global_scale``), no multiples (ModelOpt's ``weight_scale_2``).
+        ``rotation``: as of :meth:`from_mx`.
         """
         wrong = _tensors_missing({"weight": weight, "scale": scale}, 2, exactly=False)
         refuse("QuantizedWeight.from_nvfp4", wrong + _tensors_missing({"second_scale": second_scale}, 0, exactly=False))
-        of = WeightFormat("nvfp4", "over" if divides else "")
+        of = WeightFormat("nvfp4", "over" if divides else "", rotation=rotation_of(rotation))
         return cls(of, (*weight.shape[:-1], 2 * weight.shape[-1]), weight, scale, second_scale=second_scale)
 
     @classmethod

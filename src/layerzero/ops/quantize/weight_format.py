@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError
+from layerzero.core.reasons import ReasonCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class WeightFormat:
         zeros: where the code that stands for 0 is: ``none`` (in the middle), ``stored``, ``minus_one`` (stored as one
             less, GPTQ's first version), ``signed`` (in int8, from the middle on).
         permuted: whether a group index says the group of each column (act-order).
+        rotation: columns that were multiplied together by :func:`rotated` before they were quantised, as MR-GPTQ does
+            (arXiv:2509.23202), of MX and NVFP4; 0 for none. The numbers of such a weight are those before.
     """
 
     scheme: str
@@ -45,6 +48,7 @@ class WeightFormat:
     rows: int = 1
     zeros: str = "none"
     permuted: bool = False
+    rotation: int = 0
 
     def __str__(self) -> str:
         return _text(self)
@@ -71,6 +75,7 @@ def _text(of: WeightFormat) -> str:
 def _read(text: str) -> WeightFormat:
     scheme, _, rest = text.partition(":")
     types: dict[str, type] = {"kind": str, "bits": int, "group": int, "rows": int, "zeros": str, "permuted": bool}
+    types["rotation"] = int
     found: dict[str, object] = {}
     for option in filter(None, rest.split(",")):
         name, known, value = option.partition("=")
@@ -193,6 +198,49 @@ class Codes:
         rows, groups = scale.shape
         numbers = self.numbers.to(dtype).view(rows, groups, self.group)
         return ((numbers - (zero if isinstance(zero, int) else zero.unsqueeze(-1))) * scale.unsqueeze(-1)).flatten(1)
+
+
+def rotated(numbers: Tensor, size: int, matrix: Tensor | None = None) -> Tensor:
+    """Each ``size`` columns times Hadamard's matrix (Sylvester's order) over the root of its size.
+
+    Twice gives the numbers again, and two factors of a product may both be rotated. Without a matrix a row has the same
+    bits in every batch.
+
+    Dtype: computes in float32, or in the numbers' own dtype where that is wider, and returns the numbers' dtype.
+    Args:
+        size: a power of two that divides the columns; 0 for the numbers as they are.
+        matrix: this matrix in float32, for one product in place of a step for each bit of the size.
+    """
+    if not size:
+        return numbers
+    wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+    if matrix is not None:
+        parts = wide.reshape(wide.numel() // size, size)
+        return (parts @ matrix.to(wide.dtype)).view(wide.shape).to(numbers.dtype)
+    found = wide
+    for half in (1 << bit for bit in range(size.bit_length() - 1)):
+        one, other = found.reshape(wide.numel() // (2 * half), 2, half).unbind(1)
+        found = torch.stack((one + other, one - other), 1)
+    return found.reshape(wide.shape).mul(size**-0.5).to(numbers.dtype)
+
+
+def rotation_of(rotation: int | Tensor) -> int:
+    """The size of a Hadamard matrix, or of none.
+
+    Raises: InvalidCallError (QUANT_FORMAT_UNSUPPORTED) for another matrix: its numbers would be others in silence.
+    """
+    if not isinstance(rotation, Tensor):
+        return rotation
+    size = rotation.shape[-1] if rotation.ndim else 0
+    given, eye = rotation.detach().float(), torch.eye(size, device=rotation.device)
+    if given.shape == eye.shape and torch.equal(given, eye):
+        return 0
+    fits = given.shape == eye.shape and size.bit_count() == 1
+    if fits and torch.allclose(given, rotated(eye, size), rtol=2**-8, atol=0.0):  # of bfloat16, too
+        return size
+    wanted = "Hadamard's matrix in Sylvester's order over the root of its size, or the identity"
+    problem = f"rotation: wanted {wanted}, got another matrix {tuple(rotation.shape)}"
+    raise InvalidCallError("QuantizedWeight", [problem], ReasonCode.QUANT_FORMAT_UNSUPPORTED)
 
 
 def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
