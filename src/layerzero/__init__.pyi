@@ -434,7 +434,8 @@ def attention(
 
     Shapes: query (B, S_q, H, D), key (B, S_k, K, D), value (B, S_k, K, D_v) in BSHD, axes 1 and 2 swapped in BHSD; H a
         multiple of K; the output has the query's layout, shape (B, S_q, H, D_v).
-    Dtype: all three the same floating dtype; the output has it too.
+    Dtype: floating; key and value the same, as a cache has it. Where query has another one, the plan casts to one that
+        holds both, float32 or wider, as explain says, and ``strict_mode`` refuses. The output has the query's.
     Args:
         causal: hide keys in the future; aligned bottom-right when S_q != S_k. None, the default, is True without
             ``attn_mask``, and False with one: a mask alone says everything.
@@ -676,8 +677,9 @@ def paged_attention(
     Shapes: query (B, 1, H, D), or (T, H, D) with cu_seqlens_q (B + 1,); key_cache (P, N, K, D) and value_cache
         (P, N, K, D_v) in NHD, axes 1 and 2 swapped in HND; H a multiple of K; block_tables (B, max_blocks);
         context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v).
-    Dtype: query and caches the same floating dtype, or caches of float8_e4m3fn, float8_e5m2 or int8 with scales;
-        tables, lengths and starts int32, on the same device.
+    Dtype: floating; caches the queries' dtype, or another, which is converted as it is read: then it computes in one
+        that holds both, float32 or wider. Or caches of float8_e4m3fn, float8_e5m2 or int8 with scales. Tables, lengths
+        and starts int32, on the same device. The output has the queries' dtype.
     Args:
         block_tables: the pages of each sequence, in order; entries beyond its last page may hold anything.
         context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf (with

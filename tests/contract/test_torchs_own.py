@@ -79,6 +79,8 @@ gated activations were in 3 of 18 replays on an H200."""
 
 WITHOUT = {
     "attention.cascade.decode.paged": "torch reads no block table",
+    "attention.converted.decode.paged": "torch reads no block table",
+    "attention.converted.prefill.paged": "torch reads no block table",
     "attention.gqa.decode.paged": "torch reads no block table",
     "attention.gqa.mixed.paged": "torch reads no block table",
     "attention.gqa.prefill.paged": "torch reads no block table",

@@ -161,3 +161,86 @@ def test_a_sum_that_is_written_in_place_takes_no_other_dtype():
     input, residual = normal(2, 8, dtype=torch.bfloat16), normal(3, 8, dtype=torch.bfloat16)[:2]
     with pytest.raises(InvalidCallError, match="wanted dtype bfloat16 like input"):
         lz.add_residual_rms_norm_(input, residual, normal(8))
+
+
+def dense(heads, dtype, held, tokens=9):
+    """Queries, keys and values (B, H, S, D), as a cache of another dtype holds them."""
+    return normal(2, heads, 4, 16, dtype=dtype), *(normal(2, 2, tokens, 16, dtype=held) for _ in range(2))
+
+
+@pytest.mark.parametrize(("dtype", "held"), MIXED)
+@pytest.mark.parametrize("heads", [2, 4])
+def test_attention_over_a_cache_of_another_dtype_is_that_of_float64(dtype, held, heads):
+    query, key, value = dense(heads, dtype, held)
+    wanted, wanted_lse = lz.attention(
+        query.double(), key.double(), value.double(), False, layout="BHSD", return_lse=True
+    )
+    for _ in range(2):  # chosen, then kept
+        output, lse = lz.attention(query, key, value, False, layout="BHSD", return_lse=True)
+        assert (output.dtype, lse.dtype) == (dtype, torch.float32)
+        rounding = torch.finfo(dtype).eps if dtype.itemsize < 4 else 1e-5
+        torch.testing.assert_close(output.double(), wanted, rtol=rounding, atol=rounding)
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    meta = lz.attention(*(each.to("meta") for each in (query, key, value)), False, layout="BHSD", return_lse=True)
+    assert [each.dtype for each in meta] == [dtype, torch.float32]
+
+
+def test_explain_names_the_casts_of_attention_and_strict_mode_refuses_them():
+    query, key, value = dense(4, torch.float32, torch.bfloat16)
+    report = lz.explain(lz.attention, query, key, value, layout="BHSD")
+    assert [each.text for each in report.chosen.adaptations][:2] == [
+        "cast key from bfloat16 to float32",
+        "cast value from bfloat16 to float32",
+    ]
+    with lz.scope(strict_mode=True), pytest.raises(NoKernelFoundError, match="key must be float32, is bfloat16"):
+        lz.attention(query, key, value, layout="BHSD")
+    with pytest.raises(InvalidCallError, match="value: wanted dtype float32 like query"):
+        lz.attention(query, query[:, :2], value, layout="BHSD")
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bfloat16, torch.float32])
+def test_a_mask_of_the_queries_dtype_is_cast_with_them(mask_dtype):
+    query, key, value = dense(4, torch.bfloat16, torch.float32)
+    mask = normal(4, 9, dtype=mask_dtype)
+    wanted = lz.attention(*(each.double() for each in (query, key, value)), layout="BHSD", attn_mask=mask.double())
+    got = lz.attention(query, key, value, layout="BHSD", attn_mask=mask)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-2, atol=1e-2)
+
+
+def appended(held, paged, **named):
+    """Both caches after float32 tokens were written into the places 2 and 3 of a row, or of pages of 4 slots."""
+    key, value = normal(1, 2, 2, 8), normal(1, 2, 2, 8) * 3
+    caches = [torch.zeros(1, 4, 2, 8, dtype=held) for _ in range(2)]
+    if paged:
+        lz.append_paged_kv_(key[0], value[0], *caches, torch.tensor([2, 3]), **named)
+    else:
+        lz.append_kv_(key, value, *caches, torch.tensor([2, 3]), **named)
+    wanted = [torch.cat((torch.zeros(1, 2, 2, 8), each), 1).to(held) for each in (key, value)]
+    return caches, wanted
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("held", [torch.float16, torch.bfloat16, torch.float64])
+def test_tokens_are_rounded_to_the_caches_dtype_where_the_caller_names_it(held, paged):
+    for got, wanted in zip(*appended(held, paged, cache_dtype=held), strict=True):
+        assert torch.equal(got, wanted)
+    if held is torch.float64:  # it holds every float32
+        got, wanted = appended(held, paged)
+        assert torch.equal(got[0], wanted[0])
+        return
+    with pytest.raises(InvalidCallError, match=f"key: wanted .* got float32; cache_dtype={held} rounds"):
+        appended(held, paged)
+    with lz.scope(strict_mode=True), pytest.raises(NoKernelFoundError, match="strict_mode"):
+        appended(held, paged, cache_dtype=held)
+
+
+def test_an_append_says_its_casts_and_refuses_a_dtype_that_is_not_the_caches():
+    key, caches = normal(2, 2, 8), [torch.zeros(1, 4, 2, 8, dtype=torch.float16) for _ in range(2)]
+    call = key, key, *caches, torch.tensor([2, 3])
+    report = lz.explain(lz.append_paged_kv_, *call, cache_dtype=torch.float16)
+    assert "adapts: cast key from float32 to float16" in str(report)
+    for other, told in ((torch.bfloat16, "bfloat16"), ("float16", "'float16'")):
+        with pytest.raises(
+            InvalidCallError, match=f"cache_dtype: wanted float16 as key_cache has, or None, got {told}"
+        ):
+            lz.append_paged_kv_(*call, cache_dtype=other)

@@ -178,7 +178,11 @@ WRONG = [
     (lambda c: {"query": c["query"][:2]}, "wanted batch"),
     (lambda c: {"query": c["query"].expand(3, 2, 4, 8)}, "one token a sequence"),
     (lambda c: {"query": c["query"][:, 0]}, "query: wanted a 4D tensor, got 3D"),
-    (lambda c: {"query": c["query"].float()}, "key_cache: wanted dtype float32 like query, got float64"),
+    (lambda c: {"value_cache": c["value_cache"].float()}, "value_cache: wanted dtype float64 like query, got float32"),
+    (
+        lambda c: {"query": c["query"].float(), "value_cache": c["value_cache"].half()},
+        "value_cache: wanted dtype float64 like key_cache, got float16",
+    ),
     (lambda c: {"query": c["query"][..., :4]}, "key_cache: wanted head_dim 4"),
     (lambda c: {"query": c["query"][:, :, :3]}, "query heads must be a multiple of kv heads"),
     (lambda c: {"value_cache": c["value_cache"][:3]}, "value_cache: wanted pages"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
 from layerzero.ops import OPERATION_ALIASES
 from layerzero.ops.paged import layout_record
+from paged_calls import decoding, paged
 
 
 def step_of(length=3):
@@ -281,3 +283,47 @@ def test_what_is_no_layout_and_no_scale_is_refused_by_name():
     ):
         with pytest.raises(lz.InvalidCallError, match=said):
             call()
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(("dtype", "held"), list(itertools.permutations(FLOATS, 2)))
+@pytest.mark.parametrize("several", [False, True])
+def test_a_cache_of_another_floating_dtype_is_attended_to_as_in_float64(dtype, held, several):
+    query, keys, values, table, lens, cu_q = paged() if several else (*decoding(), None)
+    query, keys, values = query.to(dtype), keys.to(held), values.to(held)
+    named = {"cu_seqlens_q": cu_q} if several else {}
+    wanted = lz.paged_attention(query.double(), keys.double(), values.double(), table, lens, **named)
+    for layout in ("NHD", "HND", "NHD"):  # the last is kept
+        caches = [each if layout == "NHD" else each.transpose(1, 2).contiguous() for each in (keys, values)]
+        got = lz.paged_attention(query, *caches, table, lens, layout=layout, **named)
+        assert got.dtype is dtype
+        rounding = torch.finfo(dtype).eps if dtype.itemsize < 4 else 1e-5
+        torch.testing.assert_close(got.double(), wanted, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_kernels_that_convert_a_cache_say_so_and_others_are_no_candidates(several):
+    query, keys, values, table, lens, cu_q = paged() if several else (*decoding(), None)
+    named = {"cu_seqlens_q": cu_q} if several else {}
+    report = lz.explain("paged_attention", query.float(), keys.half(), values.half(), table, lens, **named)
+    assert report.operation == f"attention.converted.{'prefill' if several else 'decode'}.paged"
+    assert report.chosen.kernel.id == f"torch.converted_{'sdpa' if several else 'gather'}"
+    assert report.facts["kv_cache_dtype"] == "float16"
+    assert all(each.kernel.id.startswith(("torch.converted_", "reference.")) for each in report.candidates)
+
+
+def test_a_cache_that_was_made_in_16_bits_takes_tokens_and_queries_of_float32():
+    cache = lz.KVCache(layers=1, kv_heads=2, head_dim=16, pages=4, page_size=4, dtype=torch.bfloat16)
+    sequence, layer = cache.allocate("a"), cache.layers[0]
+    torch.manual_seed(0)
+    query, key, value = torch.randn(6, 4, 16), torch.randn(6, 2, 16), torch.randn(6, 2, 16)
+    with cache.writing([sequence], [6]) as step:
+        lz.append_paged_kv_(key, value, layer, slot_mapping=step.slots)
+        got = lz.paged_attention(query, layer, step=step)
+    held = [each.bfloat16().double().transpose(0, 1)[None] for each in (key, value)]
+    wanted = lz.attention(query.double().transpose(0, 1)[None], *held, layout="BHSD")
+    torch.testing.assert_close(got.double(), wanted[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(lz.InvalidCallError, match="cache_dtype: wanted bfloat16 as key_cache has"):
+        lz.append_paged_kv_(key, value, layer, slot_mapping=torch.arange(6), cache_dtype=torch.float16)

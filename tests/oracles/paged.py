@@ -61,5 +61,7 @@ ORACLES = {
     ),
     "attention.quantized.decode.paged": _scaled(decode),
     "attention.quantized.prefill.paged": _scaled(_tokens),
+    "attention.converted.decode.paged": decode,
+    "attention.converted.prefill.paged": _tokens,
     "kv.append.paged": _append,
 }

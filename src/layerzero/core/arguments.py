@@ -207,6 +207,11 @@ class TensorSchema:
         return self.given_as or self.name
 
     @property
+    def own_dtype(self) -> bool:
+        """Whether, as a result, it has a dtype whatever that of the call is: a log-sum-exp is float32."""
+        return bool(self.dtype_from) or len(self.dtype_constraint or ()) == 1
+
+    @property
     def ndim(self) -> int | None:
         """Number of axes, None where it is open."""
         return None if not self.shape_vars or self.shape_vars[0] == "..." else len(self.shape_vars)

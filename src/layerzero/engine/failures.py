@@ -259,7 +259,7 @@ def _as_declared(got: tuple[Any, ...], facts: Facts, given: Mapping[str, Any], g
     if len(got) != len(outputs):
         return False
     for result, output in zip(got, outputs, strict=True):
-        dtype = gives or dtype_of(output, facts)
+        dtype = dtype_of(output, facts) if gives is None or output.own_dtype else gives
         fits = isinstance(result, torch.Tensor) and result.dtype is dtype
         if not fits or result.device.type != facts.device.torch_type:
             return False
@@ -283,7 +283,8 @@ def _expected(plan: Plan, given: Mapping[str, Any]) -> list[tuple[tuple[int, ...
     arguments |= {name: given[name] for name in named if name in given}
     results = fake_call(Routed(facts.operation, arguments, facts.layout))
     results = results if isinstance(results, tuple) else () if results is None else (results,)
-    return [(tuple(result.shape), plan.gives or result.dtype) for result in results]
+    given_as = [None if each.own_dtype else plan.gives for each in schema.results(facts)]
+    return [(tuple(each.shape), dtype or each.dtype) for each, dtype in zip(results, given_as, strict=True)]
 
 
 def log_failure(plan: Plan, error: BaseException) -> None:

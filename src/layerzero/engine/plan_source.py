@@ -357,12 +357,18 @@ def _calling(candidate: Candidate, passed: Sequence[Passed], facts: Facts, polic
     moves = [_move(each, facts, kernel.layout, facts.layout) for each in schema.results(facts)]
     gives = [each.dtype for each in candidate.adaptations if each.kind == "cast" and not each.argument]
     if gives:
-        return [*lines, f"return output{moves[0]}.to({gives[0]!r})"]
+        found = schema.results(facts)
+        moves = [f"{move}{_given(each, gives[0])}" for each, move in zip(found, moves, strict=True)]
     if not moves:
         return lines
     if len(moves) == 1 or not any(moves):
         return [*lines, f"return output{moves[0]}"]
     return [*lines, "return " + ", ".join(f"output[{number}]{move}" for number, move in enumerate(moves))]
+
+
+def _given(result: TensorSchema, dtype: torch.dtype | None) -> str:
+    """The cast of a result to the dtype that the caller gets; empty for one with a dtype of its own."""
+    return "" if result.own_dtype else f".to({dtype!r})"
 
 
 def _on_device(kernel: Kernel, facts: Facts) -> bool:

@@ -26,7 +26,13 @@ def fake_call(routed: Routed) -> Any:
 
 def _given(routed: Routed, result: Any) -> Any:
     """A result in the dtype that the caller gets."""
-    return result.to(routed.casts[""][1]) if "" in routed.casts else result
+    if "" not in routed.casts:
+        return result
+    dtype, schemas = routed.casts[""][1], routed.operation.schema.results(routed.arguments)
+    found = [
+        each if schema.own_dtype else each.to(dtype) for each, schema in zip(as_tuple(result), schemas, strict=True)
+    ]
+    return tuple(found) if isinstance(result, tuple) else found[0]
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:

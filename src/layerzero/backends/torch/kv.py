@@ -14,7 +14,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,15 @@ from layerzero.core.operation import Tolerance
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.paged.pages import gathered
-from layerzero.ops.paged.quantized import DECODE, PREFILL, dequantized, quantized
+from layerzero.ops.paged.quantized import (
+    CONVERTED_DECODE,
+    CONVERTED_PREFILL,
+    DECODE,
+    PREFILL,
+    converted_dtype,
+    dequantized,
+    quantized,
+)
 from layerzero.ops.rope_append.declare import write_rows
 from layerzero.ops.rope_append.packed_steps import Append, rotate_then_append, split_then_append
 
@@ -107,13 +115,32 @@ def _over_gathered(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) ->
         tables = block_tables, context_lens
         codes = gathered(key_cache.view(torch.uint8), value_cache.view(torch.uint8), *tables)
         scales = (key_scale, value_scale) if key_scale.ndim != 3 else gathered(key_scale, value_scale, *tables)
-        batch, blocks = len(context_lens), codes[0].shape[1] // page_size
-        caches = [
-            dequantized(each.view(key_cache.dtype), scale, query.dtype).view(batch * blocks, page_size, *each.shape[2:])
+        held = [
+            dequantized(each.view(key_cache.dtype), scale, query.dtype)
             for each, scale in zip(codes, scales, strict=True)
         ]
-        mine = torch.arange(batch * blocks, dtype=torch.int32, device=query.device).view(batch, blocks)
-        return attend(query, *caches, mine, context_lens, *starts, **arguments)
+        return attend(query, *_as_pages(held, page_size), context_lens, *starts, **arguments)
+
+    return run
+
+
+def _as_pages(held: Sequence[Tensor], page_size: int) -> tuple[Tensor, ...]:
+    """Gathered tokens (B, blocks * N, ...) as pages (B * blocks, N, ...), and a table (B, blocks) of them."""
+    batch, blocks = len(held[0]), held[0].shape[1] // page_size
+    caches = [each.view(batch * blocks, page_size, *each.shape[2:]) for each in held]
+    table = torch.arange(batch * blocks, dtype=torch.int32, device=held[0].device).view(batch, blocks)
+    return *caches, table
+
+
+def _converting(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) -> Callable[..., Any]:
+    attend, page_size = load(facts), facts.size("page_size")
+
+    def run(query: Tensor, *pages: Tensor, **arguments: Any) -> Any:
+        key_cache, value_cache, block_tables, context_lens, *starts = pages
+        wide, tables = converted_dtype(query, key_cache), (block_tables, context_lens)
+        held = [each.to(wide) for each in gathered(key_cache, value_cache, *tables)]
+        found = attend(query.to(wide), *_as_pages(held, page_size), context_lens, *starts, **arguments)
+        return (found[0].to(query.dtype), found[1]) if isinstance(found, tuple) else found.to(query.dtype)
 
     return run
 
@@ -181,6 +208,40 @@ KERNELS = (
         grad=True,
         **BY_ITSELF,
         priority=20,
+    ),
+    kernel(
+        "torch.converted_gather",
+        CONVERTED_DECODE.name,
+        functools.partial(_converting, load=load_gather),
+        limits=(FLOATS, limit.positive("scale"), SdpaEnabled("math")),
+        layout="NHD",
+        accepts=("scale", "window"),
+        workspace_bytes=_gathered_bytes,
+        deterministic=no_atomics,
+        priority=20,
+    ),
+    kernel(
+        "torch.converted_sdpa",
+        CONVERTED_PREFILL.name,
+        functools.partial(_converting, load=load_each),
+        limits=(*CPU_FLASH, limit.last_stride_one("query")),
+        layout="NHD",
+        accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),
+        workspace_bytes=_gathered_bytes,
+        graph_safe=False,
+        priority=20,
+    ),
+    kernel(
+        "torch.converted_each",
+        CONVERTED_PREFILL.name,
+        functools.partial(_converting, load=load_each),
+        limits=EACH,
+        layout="NHD",
+        accepts=("causal", "scale", "window", "tree_mask"),
+        workspace_bytes=_gathered_bytes,
+        deterministic=False,
+        graph_safe=False,
+        priority=15,
     ),
     kernel(
         "torch.quantized_gather",

@@ -274,7 +274,7 @@ KERNELS = (
     ),
     VLLM_CPU.kernel(
         "vllm.cpu.paged_codes",
-        tuple(each.name for each in quantized.OPERATIONS),
+        tuple(each.name for each in (quantized.DECODE, quantized.PREFILL)),
         _load_attention,
         *LIMITS_CODES,
         limit.Custom("without causal: windows to both sides", _masks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.core.dtypes import dtype_name
+from layerzero.core.dtypes import FLOATING, dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
@@ -198,7 +199,8 @@ def attention(
 
     Shapes: query (B, S_q, H, D), key (B, S_k, K, D), value (B, S_k, K, D_v) in BSHD, axes 1 and 2 swapped in BHSD; H a
         multiple of K; the output has the query's layout, shape (B, S_q, H, D_v).
-    Dtype: all three the same floating dtype; the output has it too.
+    Dtype: floating; key and value the same, as a cache has it. Where query has another one, the plan casts to one that
+        holds both, float32 or wider, as explain says, and ``strict_mode`` refuses. The output has the query's.
     Args:
         causal: hide keys in the future; aligned bottom-right when S_q != S_k. None, the default, is True without
             ``attn_mask``, and False with one: a mask alone says everything.
@@ -245,6 +247,7 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     causal = arguments["attn_mask"] is None if arguments["causal"] is None else arguments["causal"]
     _check_mask(arguments, causal, seq_q, seq_k, query[0], heads)
     _check_values(arguments, causal, query[0], heads)
+    casts = _casts(arguments)
     operation = _operation(heads == kv_heads, seq_q == 1)
     canonical = without_defaults(operation, arguments, query[-1])
     if seq_q != 1:  # of one query nothing is in its future: aligned bottom-right, it is the last
@@ -255,7 +258,25 @@ def route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     slopes = canonical["alibi_slopes"]
     by_batch = slopes is not None and slopes.ndim == 2  # no condition says that they are as many as the batch
     lengths = ("seq_q", "seq_k") if by_batch else ("batch", "seq_q", "seq_k")
-    return Routed(operation, canonical, layout, () if shapes_decide else lengths)
+    return Routed(operation, canonical, layout, () if shapes_decide else lengths, casts=casts)
+
+
+def _casts(arguments: dict[str, Any]) -> Mapping[str, tuple[torch.dtype, torch.dtype]]:
+    """Cast queries, and keys and values of another dtype, as caches have it, to one that holds both: float32 or wider.
+
+    Returns: what was cast. The output gets the queries' dtype.
+    """
+    own, held = (arguments[name].dtype for name in ("query", "key"))
+    if own is held or arguments["value"].dtype is not held or not {own, held} <= FLOATING:
+        return {}
+    wide = functools.reduce(torch.promote_types, (own, held), torch.float32)
+    mask = arguments["attn_mask"]
+    given = [name for name in ("query", "key", "value") if arguments[name].dtype is not wide]
+    given += ["attn_mask"] if isinstance(mask, Tensor) and mask.dtype in FLOATING - {wide} else []
+    casts = {name: (arguments[name].dtype, wide) for name in given}
+    for name in given:
+        arguments[name] = arguments[name].resolve_neg().to(wide, memory_format=torch.contiguous_format)
+    return casts if own is wide else {**casts, "": (wide, own)}
 
 
 def _operation(equal_heads: bool, decode: bool) -> Operation:

@@ -51,14 +51,23 @@ _TOKENS = Axis("tokens", scales=True, live=True, apart=True)
 
 
 def append_kv_(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, positions: Tensor, *, layout: str = "NHD"
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    *,
+    layout: str = "NHD",
+    cache_dtype: torch.dtype | None = None,  # the route's: it casts
 ) -> None:
     """Write the keys and values of new tokens into the rows of a contiguous cache, in place.
 
     Shapes: key (B, S, K, D), value (B, S, K, D_v); caches (B, L, K, D) and (B, L, K, D_v) in NHD, axes 1 and 2 swapped
         in HND; positions (B, S), (1, S) or (S,).
-    Dtype: keys, values and caches the same floating dtype; positions int32 or int64, on the same device.
+    Dtype: keys, values and caches the same floating dtype, or caches of one that holds their numbers; positions int32
+        or int64, on the same device.
     Args:
+        cache_dtype: the caches' dtype, where new tokens are to be rounded to it.
         positions: where each token belongs in its sequence's row; each place of a row at most once. On a GPU either of
             two tokens with one place may be what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.

@@ -264,7 +264,8 @@ class LatentLayer(_Planes):
         if problems:
             raise InvalidCallError(function, problems, ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
         _check_whole(self._owner(), function)
-        return {"key_cache": self.ckv_cache.unsqueeze(2), "value_cache": self.kpe_cache.unsqueeze(2)}
+        found = {"key_cache": self.ckv_cache.unsqueeze(2), "value_cache": self.kpe_cache.unsqueeze(2)}
+        return found | ({"cache_dtype": self.ckv_cache.dtype} if given.get("cache_dtype", 0) is None else {})
 
 
 Call = tuple[str, dict[str, Any]]

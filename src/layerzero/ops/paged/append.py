@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from layerzero.core.arguments import Axis, TensorSchema
-from layerzero.core.dtypes import FLOATING
+from layerzero.core.arguments import Axis, TensorSchema, told
+from layerzero.core.dtypes import FLOATING, dtype_name
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.ops import declaration
@@ -105,13 +105,23 @@ STEPS = (1, 64, 2048)
 
 
 def append_paged_kv_(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *, layout: str = "NHD"
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    layout: str = "NHD",
+    cache_dtype: torch.dtype | None = None,  # the route's: it casts
 ) -> None:
     """Write the keys and values of new tokens into a paged cache, in place.
 
     Shapes: key (T, K, D), value (T, K, D_v); caches as in ``lz.paged_attention``; slot_mapping (T,).
-    Dtype: keys, values and caches the same floating dtype; slot_mapping int64, on the same device.
+    Dtype: keys, values and caches the same floating dtype, or caches of one that holds their numbers; slot_mapping
+        int64, on the same device.
     Args:
+        cache_dtype: the caches' dtype, where new tokens are to be rounded to it. ``lz.PagedCache`` and the layers of
+            ``lz.KVCache`` bring theirs.
         slot_mapping: ``page * page_size + offset`` of each token, -1 for padding; each slot at most once.
             ``StepMetadata.slot_mapping`` makes it from tables and lengths. On a GPU either of two tokens with one slot
             may be what is written; debug mode finds them.
@@ -171,6 +181,28 @@ APPEND_PAGED = writing(
 )
 
 
+def _casts(arguments: dict[str, Any], problems: list[str]) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Cast new tokens to the caches' dtype where it holds their numbers, or where the caller names it.
+
+    Returns: what was cast. What is wrong with ``cache_dtype``, or without it, goes to ``problems``.
+    """
+    held, named = arguments["key_cache"].dtype, arguments["cache_dtype"]
+    if named is not None and named is not held:
+        got = dtype_name(named) if isinstance(named, torch.dtype) else told(named)
+        problems.append(f"cache_dtype: wanted {dtype_name(held)} as key_cache has, or None, got {got}")
+    casts = {}
+    for name in ("key", "value"):
+        own = arguments[name].dtype
+        if own is held or held is not arguments["value_cache"].dtype or not {own, held} <= FLOATING:
+            continue  # as it should be, or the schema says what is wrong
+        if named is None and torch.promote_types(own, held) is not held:
+            hint = f"cache_dtype={held} rounds new tokens to it"
+            problems.append(f"{name}: wanted {dtype_name(held)} like key_cache, got {dtype_name(own)}; {hint}")
+        casts[name] = own, held
+        arguments[name] = arguments[name].resolve_neg().to(held, memory_format=torch.contiguous_format)
+    return casts
+
+
 def check_moved(
     name: str,
     operation: Operation,
@@ -186,12 +218,14 @@ def check_moved(
     refuse(name, problems)
     check_written(name, arguments)
     layout = arguments["layout"]
-    canonical = {each: value for each, value in arguments.items() if each != "layout"}
+    casts = _casts(arguments, problems) if "cache_dtype" in arguments else {}
+    refuse(name, problems)
+    canonical = {each: value for each, value in arguments.items() if each not in ("layout", "cache_dtype")}
     problems = operation.schema.validate(layout=layout, **canonical)
     if not problems and operation.schema.mutated:
         problems = memory_problems(arguments, tuple(each for each in canonical if each not in CACHES))
     refuse(name, problems)
-    return Routed(operation, canonical, layout, varies=varies)
+    return Routed(operation, canonical, layout, varies=varies, casts=casts)
 
 
 APPEND_PAGED_KV = Function(

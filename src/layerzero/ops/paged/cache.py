@@ -151,7 +151,7 @@ class PagedCache(Bundle):
         Raises: InvalidCallError where it stands for anything but a cache, with the tensors of another one, or in
             another layout (KV_CACHE_LAYOUT_MISMATCH).
         """
-        mine = {"key_cache": self.keys, "value_cache": self.values}
+        mine: dict[str, Any] = {"key_cache": self.keys, "value_cache": self.values}
         if function == "append_paged_kv_" and self.keys.dtype in QUANTIZED:
             wanted = f"a cache of floating numbers, got one of {dtype_name(self.keys.dtype)}"
             raise InvalidCallError(function, [f"{parameter}: wanted {wanted}; lz.append_quantized_kv_ writes codes"])
@@ -169,6 +169,8 @@ class PagedCache(Bundle):
         if named not in (CACHE_LAYOUTS[0], self.layout):  # the first is what a call has that names none
             problem = f"layout: wanted {self.layout!r}, which the cache is written in, got {told(named)}"
             raise InvalidCallError(function, [problem], ReasonCode.KV_CACHE_LAYOUT_MISMATCH)
+        if given.get("cache_dtype", 0) is None:  # its dtype was named where it was made
+            mine["cache_dtype"] = self.keys.dtype
         return mine | {"layout": self.layout} | of_step(given)
 
     def hint(self, missing: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.core.dtypes import FLOATING, ordered
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.mixed import OF_FLOATS
@@ -139,6 +140,14 @@ def quantize(draw: Draw, arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def _convert(draw: Draw, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same call with caches of another floating dtype; how they lie in memory stays."""
+    dtypes = [each for each in ordered(FLOATING) if each is not arguments["query"].dtype]
+    dtype = draw.of(dtypes)
+    arguments.pop("decodes", None)
+    return arguments | {name: arguments[name].to(dtype) for name in ("key_cache", "value_cache")}
+
+
 def append_paged_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.append_paged_kv_``."""
     kv_heads, page_size = draw.of((1, 2, 3, 8)), draw.of((1, 3, 8, 16))
@@ -232,5 +241,5 @@ def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     arguments = (_several_tokens if draw.chance(0.5) else _one_token)(draw, dtype)
     if draw.chance(0.15) and not arguments.keys() & set(OF_FLOATS):
         arguments = quantize(draw, arguments)
-        arguments |= draw.maybe(0.3, narrow_query=lambda: True)
-    return arguments
+        return arguments | draw.maybe(0.3, narrow_query=lambda: True)
+    return _convert(draw, arguments) if draw.chance(0.1) else arguments

@@ -1,7 +1,9 @@
-"""Attention over a paged cache of float8 or int8, whose numbers are multiples of scales, and writing into one.
+"""Attention over a paged cache of another dtype than the queries', and writing codes into one.
 
-    attention.quantized.decode.paged    one query a sequence
-    attention.quantized.prefill.paged   any number of queries a sequence
+    attention.quantized.decode.paged    one query a sequence over float8 or int8, whose numbers are multiples of scales
+    attention.quantized.prefill.paged   the same with any number of queries a sequence
+    attention.converted.decode.paged    one query a sequence over another floating dtype
+    attention.converted.prefill.paged   the same with any number of queries a sequence
 
 Operations of their own, so that no kernel for caches of the queries' dtype is ever offered one. A scale is one number,
 one a head, or one a token and head. Kernels that multiply float8 by float8 round queries and probabilities, too, which
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Param, TensorSchema
-from layerzero.core.dtypes import dtype_name
+from layerzero.core.dtypes import FLOATING, dtype_name, dtype_named
 from layerzero.core.errors import refuse
 from layerzero.core.facts import Facts
 from layerzero.core.judge import Elementwise
@@ -87,10 +89,13 @@ def scale_problems(arguments: Mapping[str, Any], layout: str) -> list[str]:
         elif tuple(scale.shape) not in shapes:
             wanted = f"(), ({heads},) or ({pages}, {tokens}, {heads})"
             problems.append(f"{name}: wanted shape {wanted}, got {tuple(scale.shape)}")
-    if arguments["key_cache"].dtype != arguments["value_cache"].dtype:
-        wanted, got = dtype_name(arguments["key_cache"].dtype), dtype_name(arguments["value_cache"].dtype)
-        problems.append(f"value_cache: wanted dtype {wanted} like key_cache, got {got}")
-    return problems
+    return problems + dtype_problems(arguments)
+
+
+def dtype_problems(arguments: Mapping[str, Any]) -> list[str]:
+    """Caches of two dtypes."""
+    wanted, got = (dtype_name(arguments[name].dtype) for name in ("key_cache", "value_cache"))
+    return [] if wanted == got else [f"value_cache: wanted dtype {wanted} like key_cache, got {got}"]
 
 
 def dequantized(cache: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -131,13 +136,53 @@ CODES = (("cache_dtype", ReasonCode.KV_CACHE_DTYPE_MISMATCH),)
 
 def derive(arguments: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, object]:
     """What the cache holds, and whether scales are one number, one a head, or one a token and head."""
-    return {"cache_dtype": dtype_name(arguments["key_cache"].dtype), "scale_axes": arguments["key_scale"].ndim}
+    return {**_cache_dtype(arguments), "scale_axes": arguments["key_scale"].ndim}
+
+
+def _cache_dtype(arguments: Mapping[str, Any]) -> dict[str, object]:
+    return {DERIVED[0]: dtype_name(arguments["key_cache"].dtype)}
+
+
+def converts(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call is one over a cache of another floating dtype than the queries'."""
+    dtypes = {arguments[name].dtype for name in ("query", "key_cache")}
+    return len(dtypes) == 2 and dtypes <= FLOATING
+
+
+def converted_dtype(query: Tensor, cache: Tensor) -> torch.dtype:
+    """The dtype that holds the numbers of both, float32 or wider."""
+    return torch.promote_types(torch.promote_types(query.dtype, cache.dtype), torch.float32)
+
+
+def _converting(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attend as over caches of the queries' dtype, after both were converted to one that holds their numbers."""
+
+    def reference(query: Tensor, key_cache: Tensor, value_cache: Tensor, *tables: Tensor, **arguments: Any) -> Any:
+        wide = converted_dtype(query, key_cache)
+        found = attend(query.to(wide), key_cache.to(wide), value_cache.to(wide), *tables, **arguments)
+        if isinstance(found, tuple):
+            return found[0].to(query.dtype), found[1]
+        return found.to(query.dtype)
+
+    return reference
+
+
+def _converted_examples(
+    examples: Any, case: Case, dtype: torch.dtype, device: torch.device, generator: Random
+) -> dict[str, Any]:
+    """Unit normal numbers in bfloat16 for wide queries, in float32 for narrow ones."""
+    found: dict[str, Any] = examples(case, dtype, device, generator)
+    other = torch.bfloat16 if dtype.itemsize > 2 else torch.float32
+    for name, width in (("key", "head_dim"), ("value", "value_dim")):
+        shape = [case.sizes[each] for each in ("pages", "page_size", "kv_heads", width)]
+        found[f"{name}_cache"] = torch.randn(shape, generator=generator).to(device, other)
+    return found
 
 
 def _work(work: Callable[[Mapping[str, Any]], Work], facts: Mapping[str, Any]) -> Work:
-    """The same products; what is read of the cache is one byte a number."""
+    """The same products; what is read of the cache has its own dtype."""
     whole = work(facts)
-    return Work(whole.flops, whole.bytes / facts["dtype"].itemsize)
+    return Work(whole.flops, whole.bytes * dtype_named(facts["cache_dtype"]).itemsize / facts["dtype"].itemsize)
 
 
 def _examples(examples: Any, case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
@@ -244,36 +289,74 @@ def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Ra
     return made
 
 
-def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int]) -> Operation:
-    schema = like.schema
-    inputs = [
-        replace(each, dtype_constraint=QUANTIZED, same_dtype=False) if each.resident else each
-        for each in schema.inputs
-        if each.required
-    ]
+def _over(
+    like: Operation, name: str, summary: str, inputs: tuple[TensorSchema, ...], derived: tuple[str, ...], **more: Any
+) -> Operation:
+    """An operation over caches of another dtype; ``more`` are fields that it has not of the one that it is like."""
     derives, work = like.derive, like.work
     assert derives is not None
     assert work is not None
-    small = like.cases[0]
-    allowed = Case("narrow_query", {**small.sizes, **sizes}, {**small.params, NARROW_QUERY.name: True})
+
+    def facts(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, object]:
+        own = derive(arguments, values) if "scale_axes" in derived else _cache_dtype(arguments)
+        return {**derives(arguments, values), **own}
+
     return replace(
         like,
         schema=replace(
-            schema, operation=name, inputs=(*inputs, *SCALES), params=(*schema.params, NARROW_QUERY), codes=CODES
+            like.schema,
+            operation=name,
+            inputs=inputs,
+            params=(*like.schema.params, *more.pop("params", ())),
+            codes=CODES,
         ),
         summary=summary,
-        reference=_reference(like.reference, len(inputs) - 3),
-        cases=(small, allowed),
         sibling="",
         unlike_sibling=None,
         aliases={**like.aliases, "kv_cache_dtype": "cache_dtype"},
-        derive=lambda arguments, values: {**derives(arguments, values), **derive(arguments, values)},
-        derived=(*like.derived, *DERIVED),
-        derived_from={**like.derived_from, **dict.fromkeys(DERIVED, ())},
+        derive=facts,
+        derived=(*like.derived, *derived),
+        derived_from={**like.derived_from, **dict.fromkeys(derived, ())},
         work=functools.partial(_work, work),
-        examples=functools.partial(_examples, like.examples),
         parts=None,
         sweep=None,
+        **more,
+    )
+
+
+def _held(like: Operation, dtypes: frozenset[torch.dtype]) -> list[TensorSchema]:
+    """Its tensors, with caches of other dtypes."""
+    inputs = like.schema.inputs
+    return [replace(each, dtype_constraint=dtypes, same_dtype=False) if each.resident else each for each in inputs]
+
+
+def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int]) -> Operation:
+    inputs = [each for each in _held(like, QUANTIZED) if each.required]
+    small = like.cases[0]
+    allowed = Case("narrow_query", {**small.sizes, **sizes}, {**small.params, NARROW_QUERY.name: True})
+    return _over(
+        like,
+        name,
+        summary,
+        (*inputs, *SCALES),
+        DERIVED,
+        params=(NARROW_QUERY,),
+        reference=_reference(like.reference, len(inputs) - 3),
+        cases=(small, allowed),
+        examples=functools.partial(_examples, like.examples),
+    )
+
+
+def _converted(name: str, summary: str, like: Operation) -> Operation:
+    return _over(
+        like,
+        name,
+        summary,
+        tuple(_held(like, FLOATING)),
+        DERIVED[:1],
+        reference=_converting(like.reference),
+        cases=like.cases[:1],
+        examples=functools.partial(_converted_examples, like.examples),
     )
 
 
@@ -290,4 +373,14 @@ PREFILL = _operation(
     {"tokens": 26, "batch": 4, "starts": 5, "heads": 4, "head_dim": 128, "value_dim": 128}
     | {"max_blocks": 3, "pages": 12},
 )
-OPERATIONS = (DECODE, PREFILL)
+CONVERTED_DECODE = _converted(
+    "attention.converted.decode.paged",
+    "Attention of one query per sequence over a paged cache of another floating dtype",
+    GQA_DECODE_PAGED,
+)
+CONVERTED_PREFILL = _converted(
+    "attention.converted.prefill.paged",
+    "Attention of several queries per sequence over a paged cache of another floating dtype",
+    mixed.GQA_PREFILL_PAGED,
+)
+OPERATIONS = (DECODE, PREFILL, CONVERTED_DECODE, CONVERTED_PREFILL)

@@ -56,8 +56,9 @@ def paged_attention(
     Shapes: query (B, 1, H, D), or (T, H, D) with cu_seqlens_q (B + 1,); key_cache (P, N, K, D) and value_cache
         (P, N, K, D_v) in NHD, axes 1 and 2 swapped in HND; H a multiple of K; block_tables (B, max_blocks);
         context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v).
-    Dtype: query and caches the same floating dtype, or caches of float8_e4m3fn, float8_e5m2 or int8 with scales;
-        tables, lengths and starts int32, on the same device.
+    Dtype: floating; caches the queries' dtype, or another, which is converted as it is read: then it computes in one
+        that holds both, float32 or wider. Or caches of float8_e4m3fn, float8_e5m2 or int8 with scales. Tables, lengths
+        and starts int32, on the same device. The output has the queries' dtype.
     Args:
         block_tables: the pages of each sequence, in order; entries beyond its last page may hold anything.
         context_lens: tokens of each sequence that are in the cache, the queries' own included. 0 gives 0 and -inf (with
@@ -217,10 +218,13 @@ def _problems_of_several(arguments: dict[str, Any]) -> list[str]:
 
 def _operation(arguments: dict[str, Any], *, coded: bool) -> Operation:
     """By what the cache holds, by how many tokens a sequence has, by head counts, and by whether decodes are given."""
+    one = arguments["cu_seqlens_q"] is None
     if coded:
-        return quantized.DECODE if arguments["cu_seqlens_q"] is None else quantized.PREFILL
+        return quantized.DECODE if one else quantized.PREFILL
+    if quantized.converts(arguments):
+        return quantized.CONVERTED_DECODE if one else quantized.CONVERTED_PREFILL
     equal = arguments["query"].shape[-2] == arguments["key_cache"].shape[1 + arguments["layout"].index("H")]
-    if arguments["cu_seqlens_q"] is None:
+    if one:
         return declare.STANDARD_DECODE_PAGED if equal else declare.GQA_DECODE_PAGED
     if arguments["decodes"] is None:
         return mixed.STANDARD_PREFILL_PAGED if equal else mixed.GQA_PREFILL_PAGED
@@ -262,6 +266,8 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     problems += _query_problems(arguments) + cache_problems(arguments)
     if coded:
         problems = problems or _of_codes_alone(arguments) or quantized.scale_problems(arguments, layout)
+    elif not problems and quantized.converts(arguments):
+        problems = quantized.dtype_problems(arguments)
     refuse(NAME, problems)
     check_queries(NAME, arguments, " without cu_seqlens_q" if one else None)
     problems = score_problems(arguments)
