@@ -309,11 +309,8 @@ def test_an_argument_that_no_call_gives_is_told():
 def test_fuzz_asks_for_gradients_of_every_floating_tensor():
     names = set()
     for number in range(600):  # each function has its turn among many, and attention brings a mask now and then
-        round_ = fuzz._Round(
-            fuzz.FuzzReport(0), number, None, "cpu", compare.expected, fuzz._Source(()), thorough=False
-        )
-        round_.grad = True
-        call = round_._call(0)
+        run = fuzz._Run(fuzz.FuzzReport(0), None, "cpu", compare.expected, fuzz._Source(()), number=number, grad=True)
+        call = run._call(0)
         given = {name: each for name, each in call.arguments.items() if isinstance(each, torch.Tensor)}
         asked = {name for name, each in given.items() if each.requires_grad}
         if asked:

@@ -24,7 +24,7 @@ from layerzero.core.dtypes import INDEX
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Random, Tolerance, Work
 from layerzero.core.values import Check
-from layerzero.ops.declaration import NDIM, cases, function, operation, tensor, wide
+from layerzero.ops.declaration import NDIM, ROUNDED_TWICE, cases, function, operation, tensor, wide
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear.declare import OUT_DTYPE, deviation
 from layerzero.ops.linear.route import as_default, out_dtype_problems
@@ -32,12 +32,7 @@ from layerzero.ops.linear.route import as_default, out_dtype_problems
 REDUCTIONS = ("mean", "sum", "none")
 IGNORED = -100
 
-TOLERANCE = {
-    torch.float64: Tolerance(1e-5, 1e-5),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(2e-3, 4e-3),
-    torch.bfloat16: Tolerance(1e-2, 2e-2),
-}
+TOLERANCE = ROUNDED_TWICE | {torch.float16: Tolerance(2e-3, 4e-3), torch.bfloat16: Tolerance(1e-2, 2e-2)}
 TOLERANCE_REASON = (
     "twice the rounding of a loss, and of logits of a few units: a row whose class is certain loses their difference"
 )

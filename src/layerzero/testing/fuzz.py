@@ -156,7 +156,7 @@ def run(
     """
     source = _Source(operations)
     numbers = source.numbers(first, calls, seed, device)
-    return _run(numbers, FuzzReport(seed), progress, kernels, device, truth, source, thorough=False)
+    return _Run(FuzzReport(seed), kernels, device, truth, source).over(numbers, progress)
 
 
 def replay(
@@ -169,7 +169,7 @@ def replay(
     truth: Truth = expected,
 ) -> FuzzReport:
     """Make one call of a run again, on every legal kernel and on a kept plan; ``operations`` as in that run."""
-    return _run([number], FuzzReport(seed), None, kernels, device, truth, _Source(operations), thorough=True)
+    return _Run(FuzzReport(seed), kernels, device, truth, _Source(operations), thorough=True).over([number])
 
 
 class _Source:
@@ -208,58 +208,47 @@ class _Source:
         return function.route(function.bind((), call.arguments), current_policy().layout).operation.name
 
 
-def _run(
-    numbers: Iterable[int],
-    report: FuzzReport,
-    progress: Callable[[FuzzReport], None] | None,
-    kernels: Sequence[str] | None,
-    device: torch.device | str,
-    truth: Truth,
-    source: _Source,
-    *,
-    thorough: bool,
-) -> FuzzReport:
-    started = told = time.perf_counter()
-    threads = torch.get_num_threads()
-    with warnings.catch_warnings(), all_threads(), ENGINE.ledger.uncounted():  # put back whatever happens
-        warnings.simplefilter("ignore", LayerZeroWarning)  # the reference runs often here, and says so
-        for number in numbers:
-            torch.set_num_threads(1 if number % _THREADS_EVERY else threads)
-            _Round(report, number, kernels, device, truth, source, thorough=thorough).play()
-            report.calls += 1
-            now = time.perf_counter()
-            report.seconds = now - started
-            if progress is not None and now - told > 1.0:
-                progress(report)
-                told = now
-            if report.calls % _FORGET_EVERY == 0:
-                ENGINE.bump()
-    return report
+@dataclass(slots=True)
+class _Run:
+    """Random calls, and the ways in which each is made: those of the call that is made now."""
 
+    report: FuzzReport
+    kernels: Sequence[str] | None
+    device: torch.device | str
+    truth: Truth
+    source: _Source
+    thorough: bool = False
+    number: int = 0
+    every: bool = False
+    reuse: bool = False
+    grad: bool = False
 
-class _Round:
-    """One random call, and the ways in which it is made."""
+    def over(self, numbers: Iterable[int], progress: Callable[[FuzzReport], None] | None = None) -> FuzzReport:
+        """Make the calls of these numbers."""
+        report, started, threads = self.report, time.perf_counter(), torch.get_num_threads()
+        told = started
+        with warnings.catch_warnings(), all_threads(), ENGINE.ledger.uncounted():  # put back whatever happens
+            warnings.simplefilter("ignore", LayerZeroWarning)  # the reference runs often here, and says so
+            for number in numbers:
+                torch.set_num_threads(1 if number % _THREADS_EVERY else threads)
+                self._play(number)
+                report.calls += 1
+                now = time.perf_counter()
+                report.seconds = now - started
+                if progress is not None and now - told > 1.0:
+                    progress(report)
+                    told = now
+                if report.calls % _FORGET_EVERY == 0:
+                    ENGINE.bump()
+        return report
 
-    def __init__(
-        self,
-        report: FuzzReport,
-        number: int,
-        kernels: Sequence[str] | None,
-        device: torch.device | str,
-        truth: Truth,
-        source: _Source,
-        *,
-        thorough: bool,
-    ) -> None:
-        self.source = source
-        self.report, self.number, self.kernels, self.device, self.truth = report, number, kernels, device, truth
-        shares = random.Random(f"{report.seed}:{number}:ways")  # noqa: S311  # reproducible, not secret
+    def _play(self, number: int) -> None:
+        self.number = number
+        shares = random.Random(f"{self.report.seed}:{number}:ways")  # noqa: S311  # reproducible, not secret
         every, reuse, grad = (shares.random() for _ in range(3))
-        self.every = thorough or every < EVERY_KERNEL_SHARE
-        self.reuse = thorough or reuse < REUSE_SHARE
+        self.every = self.thorough or every < EVERY_KERNEL_SHARE
+        self.reuse = self.thorough or reuse < REUSE_SHARE
         self.grad = grad < GRAD_SHARE
-
-    def play(self) -> None:
         call = self._call(0)
         truth = self.truth(call)
         answer = explain(call.function, **call.arguments)

@@ -257,6 +257,8 @@ def _load_widened(facts: Facts) -> Callable[..., Any]:
     return load_cpu_flash(facts, attended(sdpa_operator("flash_attention_for_cpu")))
 
 
+_OF_SDPA: dict[str, Any] = {"layout": "BHSD", "grad": True, "handles_negated": True, "stock": gives_no_lse}
+
 _CPU_FLASH = kernel(
     "torch.sdpa.cpu_flash",
     attention.ALL,
@@ -277,15 +279,12 @@ _CPU_FLASH = kernel(
     LseWithoutGradient(),
     SdpaEnabled("flash"),
     limit.last_stride_one("query", "key", "value"),
-    layout="BHSD",
     accepts=(*SDPA_ARGUMENTS, "attn_mask", "return_lse"),
     folds=FOLDED,
-    grad=True,
-    handles_negated=True,
     graph_safe=False,
     priority=50,
-    stock=gives_no_lse,
     aliases=("torch.sdpa.causal", "torch.sdpa"),
+    **_OF_SDPA,
 )
 
 KERNELS = (
@@ -299,14 +298,11 @@ KERNELS = (
         SquareCausal(),
         limit.one_of("attn_mask", "none", "float", foldable=True),
         SdpaEnabled("math"),
-        layout="BHSD",
         accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
         folds=FOLDED,
-        grad=True,
-        handles_negated=True,
         workspace_bytes=_math_workspace,
         priority=20,
-        stock=gives_no_lse,
+        **_OF_SDPA,
     ),
     kernel(
         "torch.sdpa.function",
@@ -318,15 +314,12 @@ KERNELS = (
         limit.one_of("attn_mask", "none", "float", foldable=True),
         limit.one_of("mask_dtype", "none", "bool", "query"),
         limit.positive("scale"),
-        layout="BHSD",
         accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
         folds=tuple(name for name in FOLDED if name != "alibi_slopes"),  # a mask in 16 bits is too coarse for it
-        grad=True,
-        handles_negated=True,
         deterministic=False,
         priority=50,
-        stock=gives_no_lse,
         aliases=("torch.sdpa.causal", "torch.sdpa"),
+        **_OF_SDPA,
     ),
     kernel(
         "torch.alibi_bias",

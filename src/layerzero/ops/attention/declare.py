@@ -184,6 +184,14 @@ def operation(name: str, summary: str, reference: Callable[..., Any], *, sibling
     return declaration.operation(name, summary, reference, sibling=sibling, **(usual | more))
 
 
+def by_heads(
+    make: Callable[..., Operation], form: str, what: str, equal: tuple[Case, ...], several: tuple[Case, ...]
+) -> tuple[Operation, Operation]:
+    """A form of attention as two operations: equal head counts, and several query heads a kv head, with their cases."""
+    standard = make(f"attention.standard.{form}", f"{what}, equal head counts", equal)
+    return standard, make(f"attention.gqa.{form}", f"{what}, several query heads a kv head", several, standard.name)
+
+
 def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = "") -> Operation:
     decode = name.endswith("decode")
     return operation(
@@ -226,9 +234,10 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
     )
 
 
-STANDARD_PREFILL = _operation(
-    "attention.standard.prefill",
-    "Attention of many queries, equal head counts",
+STANDARD_PREFILL, GQA_PREFILL = by_heads(
+    _operation,
+    "prefill",
+    "Attention of many queries",
     (
         _case("minilm", 8, 128, 128, 12, 12, 32, causal=False),
         _case("small", 2, 64, 64, 8, 8, 64, causal=True),
@@ -236,39 +245,30 @@ STANDARD_PREFILL = _operation(
         _case("diffusion", 2, 4096, 4096, 24, 24, 128, causal=False),
         _case("encoder_lengths", 8, 128, 128, 12, 12, 64, given=("kv_lens",), causal=False),
     ),
-)
-STANDARD_DECODE = _operation(
-    "attention.standard.decode",
-    "Attention of one query per sequence, equal head counts",
-    (
-        _case("small", 2, 1, 128, 8, 8, 64),
-        _case("medium", 1, 1, 1024, 16, 16, 64),
-        _case("cross_lengths", 8, 1, 1500, 20, 20, 64, given=("kv_lens",)),
-    ),
-)
-GQA_PREFILL = _operation(
-    "attention.gqa.prefill",
-    "Attention of many queries, several query heads a kv head",
     (
         _case("small", 2, 64, 64, 8, 2, 64, causal=True),
         _case("llama3_8b_s512", 1, 512, 512, 32, 8, 128, causal=True),
         _case("llama3_8b_s2048", 1, 2048, 2048, 32, 8, 128, causal=True),
         _case("gemma_d256", 2, 2048, 2048, 16, 4, 256, causal=True),
     ),
-    sibling="attention.standard.prefill",
 )
-GQA_DECODE = _operation(
-    "attention.gqa.decode",
-    "Attention of one query per sequence, several query heads a kv head",
+STANDARD_DECODE, GQA_DECODE = by_heads(
+    _operation,
+    "decode",
+    "Attention of one query per sequence",
+    (
+        _case("small", 2, 1, 128, 8, 8, 64),
+        _case("medium", 1, 1, 1024, 16, 16, 64),
+        _case("cross_lengths", 8, 1, 1500, 20, 20, 64, given=("kv_lens",)),
+    ),
     (
         _case("small", 2, 1, 128, 8, 2, 64),
         _case("llama3_8b_b1", 1, 1, 512, 32, 8, 128),
         _case("llama3_8b_b64", 64, 1, 2048, 32, 8, 128),
     ),
-    sibling="attention.standard.decode",
 )
 
 OPERATIONS = (STANDARD_PREFILL, STANDARD_DECODE, GQA_PREFILL, GQA_DECODE)
-PREFILL = ("attention.standard.prefill", "attention.gqa.prefill")
-DECODE = ("attention.standard.decode", "attention.gqa.decode")
+PREFILL = (STANDARD_PREFILL.name, GQA_PREFILL.name)
+DECODE = (STANDARD_DECODE.name, GQA_DECODE.name)
 ALL = (*PREFILL, *DECODE)

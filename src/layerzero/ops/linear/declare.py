@@ -21,7 +21,7 @@ from layerzero.core.judge import Elementwise, Given, Judge, apart
 from layerzero.core.operation import Case, Part, Random, Tolerance, Work
 from layerzero.ops.activation.formulas import FORMULAS
 from layerzero.ops.calls import drawn
-from layerzero.ops.declaration import NDIM, operation, tensor, wide
+from layerzero.ops.declaration import NDIM, ROUNDED_TWICE, operation, tensor, wide
 from layerzero.ops.linear.packed import PackedWeight, packed_param
 from layerzero.ops.linear.stock import linear as stock_linear
 
@@ -228,12 +228,7 @@ def _place(rows: slice, outputs: slice) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor[outputs] if tensor.ndim == 1 else tensor.flatten(0, -2)[rows, outputs]
 
 
-TOLERANCE = {
-    torch.float64: Tolerance(1e-5, 1e-5),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(1e-3, 2e-3),
-    torch.bfloat16: Tolerance(1e-2, 2e-2),
-}
+TOLERANCE = ROUNDED_TWICE | {torch.float16: Tolerance(1e-3, 2e-3), torch.bfloat16: Tolerance(1e-2, 2e-2)}
 TOLERANCE_REASON = (
     "twice the rounding of the output; the sums are in float32, of products whose weights are drawn with a deviation "
     "of 1/sqrt(K), so that results are of order 1: a sum of K such products, added one after the other, is off by "

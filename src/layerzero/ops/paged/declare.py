@@ -224,20 +224,16 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
     )
 
 
-STANDARD_DECODE_PAGED = _operation(
-    "attention.standard.decode.paged",
-    "Attention of one query per sequence over a paged cache, equal head counts",
+STANDARD_DECODE_PAGED, GQA_DECODE_PAGED = attn.by_heads(
+    _operation,
+    "decode.paged",
+    "Attention of one query per sequence over a paged cache",
     (decode_case("small", 2, 64, 4, 4, 64), decode_case("medium", 8, 1024, 16, 16, 64)),
-)
-GQA_DECODE_PAGED = _operation(
-    "attention.gqa.decode.paged",
-    "Attention of one query per sequence over a paged cache, several query heads a kv head",
     (
         decode_case("small", 2, 64, 8, 2, 64),
         decode_case("llama3_8b_b1", 1, 4096, 32, 8, 128),
         decode_case("llama3_8b_b64", 64, 2048, 32, 8, 128),
     ),
-    sibling="attention.standard.decode.paged",
 )
 
 OPERATIONS = (STANDARD_DECODE_PAGED, GQA_DECODE_PAGED)

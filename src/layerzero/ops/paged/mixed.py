@@ -269,31 +269,23 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
     )
 
 
-STANDARD_PREFILL_PAGED = _operation(
-    "attention.standard.prefill.paged",
-    "Attention of several queries per sequence over a paged cache, equal head counts",
+STANDARD_PREFILL_PAGED, GQA_PREFILL_PAGED = attn.by_heads(
+    _operation,
+    "prefill.paged",
+    "Attention of several queries per sequence over a paged cache",
     (_case("small", 3, 20, 32, 4, 4, 64), _case("medium", 4, 1024, 1024, 16, 16, 64)),
-)
-GQA_PREFILL_PAGED = _operation(
-    "attention.gqa.prefill.paged",
-    "Attention of several queries per sequence over a paged cache, several query heads a kv head",
     (
         _case("small", 3, 20, 32, 8, 2, 64),
         _case("llama3_8b_chunks", 8, 4096, 4096, 32, 8, 128),
         _case("llama3_8b_prefill", 4, 8192, 2048, 32, 8, 128),
     ),
-    sibling="attention.standard.prefill.paged",
 )
-STANDARD_MIXED_PAGED = _operation(
-    "attention.standard.mixed.paged",
-    "Decodes and prefills in one call over a paged cache, equal head counts",
+STANDARD_MIXED_PAGED, GQA_MIXED_PAGED = attn.by_heads(
+    _operation,
+    "mixed.paged",
+    "Decodes and prefills in one call over a paged cache",
     (_case("small", 3, 20, 32, 4, 4, 64), _case("medium", 18, 1040, 1024, 16, 16, 64)),
-)
-GQA_MIXED_PAGED = _operation(
-    "attention.gqa.mixed.paged",
-    "Decodes and prefills in one call over a paged cache, several query heads a kv head",
     (_case("small", 3, 20, 32, 8, 2, 64), _case("llama3_8b_64_and_8x512", 72, 4160, 4096, 32, 8, 128)),
-    sibling="attention.standard.mixed.paged",
 )
 
 OPERATIONS = (STANDARD_PREFILL_PAGED, GQA_PREFILL_PAGED, STANDARD_MIXED_PAGED, GQA_MIXED_PAGED)

@@ -167,21 +167,17 @@ def _operation(name: str, summary: str, cases: tuple[Case, ...], sibling: str = 
     )
 
 
-STANDARD_RAGGED = _operation(
-    "attention.standard.prefill.ragged",
-    "Attention of sequences one after the other, equal head counts",
+STANDARD_RAGGED, GQA_RAGGED = attn.by_heads(
+    _operation,
+    "prefill.ragged",
+    "Attention of sequences one after the other",
     (
         _case("small", 3, 40, 4, 4, 32),
         _case("short", 5, 90, 6, 6, 64),
         _case("minilm", 16, 1024, 12, 12, 32, causal=False),
         _case("vision", 8, 8192, 16, 16, 64, causal=False),
     ),
-)
-GQA_RAGGED = _operation(
-    "attention.gqa.prefill.ragged",
-    "Attention of sequences one after the other, several query heads a kv head",
     (_case("small", 3, 40, 8, 2, 32), _case("short", 5, 90, 12, 3, 64), _case("llama3_8b_t4096", 8, 4096, 32, 8, 128)),
-    sibling="attention.standard.prefill.ragged",
 )
 
 OPERATIONS = (STANDARD_RAGGED, GQA_RAGGED)

@@ -20,17 +20,12 @@ from layerzero.core.dtypes import FLOATING
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Case, Function, Operation, Random, Routed, Tolerance, Work
 from layerzero.core.values import Check, Say
-from layerzero.ops.declaration import check_dense, function, given_twice, operation, tensor
+from layerzero.ops.declaration import ROUNDED_TWICE, check_dense, function, given_twice, operation, tensor
 from layerzero.ops.sampling import draw, stock
 from layerzero.ops.sampling.declare import AXES, COUNTS, TEMPERATURE, TEMPERATURE_BY_ROW, of_rows
 from layerzero.ops.sampling.formulas import biased, counts_of, of_row, penalised, tempered
 
-TOLERANCE = {
-    torch.float64: Tolerance(1e-5, 1e-5),
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.float16: Tolerance(2e-3, 2e-3),
-    torch.bfloat16: Tolerance(1e-2, 1e-2),
-}
+TOLERANCE = ROUNDED_TWICE | {torch.float16: Tolerance(2e-3, 2e-3)}
 TOLERANCE_REASON = "twice the rounding of the logits' dtype; numbers of rows are float32"
 
 MOST = 1e4

@@ -32,6 +32,7 @@ from layerzero.core.ledger import class_text
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.core.system import forking
+from layerzero.core.system.resources import started
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.storage.store import NOTES
 
@@ -148,8 +149,7 @@ class Sampler:
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name="layerzero-sampling", daemon=True)
-                    self._thread.start()
+                    self._thread = started("layerzero-sampling", self._work)
         self._wake.set()
 
     def _work(self) -> None:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from layerzero.core.evidence import Measurement
 from layerzero.core.facts import Facts
@@ -193,36 +194,19 @@ def _stop_hopeless(runners: Mapping[str, Runner], factor: float) -> None:
         runner.stopped = all(own.at_least_us > factor * other.time_us for own, other in turns)
 
 
-def measurement(
-    samples: Sequence[float],
-    *,
-    device_us: float | None = None,
-    host_us: float | None = None,
-    noise: float | None = None,
-    first_call_us: float | None = None,
-    graph: bool = False,
-    condition: str = "",
-    origin: str = "tune",
-    error: float | None = None,
-) -> Measurement:
+def measurement(samples: Sequence[float], *, noise: float | None = None, **others: Any) -> Measurement:
     """What is kept of samples; there is at least one, and they are in the order in which they were taken.
 
-    ``device_us``, ``host_us`` and ``noise`` are those of :class:`Runner`; without them, noise is that of the samples.
+    ``noise`` is that of :class:`Runner`, as ``device_us`` and ``host_us`` among the other fields are; without it, noise
+    is that of the samples.
     """
-    median_us = statistics.median(samples)
     return Measurement(
-        median_us=median_us,
+        median_us=statistics.median(samples),
         p95_us=quantile(samples, 0.95),
         variance_us2=statistics.pvariance(samples),
         samples=len(samples),
         noise=max(differing(samples), stalled(samples)) if noise is None else noise,
-        first_call_us=first_call_us,
-        graph=graph,
-        condition=condition,
-        origin=origin,
-        device_us=device_us,
-        host_us=host_us,
-        error=error,
+        **others,
     )
 
 

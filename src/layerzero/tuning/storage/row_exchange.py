@@ -179,9 +179,8 @@ class Spool:
         while self.database.aside:
             path = self.database.aside.pop()
             self._forget_places()
-            if path.is_file() and path.stat().st_size > _SMALL_BYTES:
-                threading.Thread(target=self._save_from, args=(path,), name="layerzero-salvage", daemon=True).start()
-            else:
+            large = path.is_file() and path.stat().st_size > _SMALL_BYTES
+            if not large or started("layerzero-salvage", self._save_from, path) is None:
                 self._save_from(path)
 
     def _forget_places(self) -> None:

@@ -36,6 +36,7 @@ from layerzero.core.operation import Case, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.system import forking
+from layerzero.core.system.resources import started
 from layerzero.engine import legality, probe
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
@@ -370,8 +371,7 @@ class Background:
             self.idle.clear()
             self._queue.put((kernel, facts))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="layerzero-vetting", daemon=True)
-                self._thread.start()
+                self._thread = started("layerzero-vetting", self._work)
                 atexit.register(self._ending.set)
 
     def _work(self) -> None:
