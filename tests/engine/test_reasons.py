@@ -248,7 +248,7 @@ def library_tokenizer(text):
 
 
 def isolated():
-    asked = functools.partial(refusals, "torch.sdpa.flash", *qkv(), device="H100")
+    asked = functools.partial(refusals, "torch.sdpa.flash", *qkv(), device="MI300X")
     return under(asked, backend_isolation="subprocess", isolate=["torch"])
 
 

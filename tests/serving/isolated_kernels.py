@@ -12,6 +12,7 @@ import torch
 import layerzero as lz
 
 CRASHES, RAISES, HANGS, LEAVES, WRITES_AND_CRASHES, TURNS, STOPS = 101.0, 102.0, 103.0, 104.0, 105.0, 106.0, 107.0
+LOSES = 108.0  # the context of a GPU
 
 
 def act(number: float) -> None:
@@ -32,6 +33,8 @@ def load(facts):
     def rms_norm(input, weight, *, eps):
         number = input.flatten()[0].item() if input.numel() else 0.0
         act(number)
+        if number == LOSES:
+            input.view(-1)[torch.full((1,), 10**9, device=input.device)]
         result = torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
         return result.mT.contiguous().mT if number == TURNS else result
 
@@ -54,8 +57,10 @@ def load_attention(facts):
     return attention
 
 
-APART = lz.Backend("apart", "kernels for a process of their own", origin="code")
-FOREIGN = dataclasses.replace(APART, name="foreign", distribution="a-foreign-library", versions=">=2,<3")
+APART = lz.Backend("apart", "kernels for a process of their own", origin="code", platforms=("cpu", "cuda"))
+FOREIGN = dataclasses.replace(
+    APART, name="foreign", platforms=("cpu",), distribution="a-foreign-library", versions=">=2,<3"
+)
 COMMON = {"backend": APART, "priority": 99, "deterministic": True}
 ATTENTION = {"operations": ("attention.standard.prefill",), "layout": "BHSD", "accepts": ("causal",)}
 KERNELS = [

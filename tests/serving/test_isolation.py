@@ -186,8 +186,11 @@ def test_what_cannot_cross_is_refused_with_the_next_step(apart):
         assert fact == "the call's tensors and results"
         assert hint == "Raise isolation.memory_mb"
     assert torch.equal(lz.rms_norm(wants, WEIGHT, 1e-5), rms_norm(wants, (64,), WEIGHT, 1e-5))
-    device = lz.explain("rms_norm", torch.empty(4, 64, device="meta"), torch.empty(64, device="meta"), device="h100")
-    assert "CUDA IPC is not built" in str(device.reasons("apart.rms"))
+    meta = torch.empty(4, 64, device="meta"), torch.empty(64, device="meta")
+    (reason, *_) = lz.explain("rms_norm", *meta, device="mi300x").reasons("apart.rms")
+    assert (reason.code, reason.wanted, reason.got) == (ReasonCode.ISOLATION_UNSUPPORTED, "cpu or cuda", "rocm")
+    codes = {each.code for each in lz.explain("rms_norm", *meta, device="h100").reasons("apart.rms")}
+    assert ReasonCode.ISOLATION_UNSUPPORTED not in codes
 
 
 def test_kernels_of_the_main_module_and_the_reference_stay(apart, monkeypatch):

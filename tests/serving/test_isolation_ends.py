@@ -329,9 +329,9 @@ def test_each_environment_of_a_library_has_a_cost_of_its_own(module, python, mon
     monkeypatch.setitem(isolation.COSTS, ("foreign", str(python)), cost)
     foreign, pythons = module.KERNELS[-1], "isolation.pythons"
     with lz.scope(**{pythons: {"foreign": str(python)}}):
-        assert isolation.cost(foreign, current_policy()) == cost
+        assert isolation.cost(foreign, current_policy(), lz.Device.detect("cpu")) == cost
     with lz.scope(**{pythons: {"foreign": sys.executable}}):
-        assert isolation.cost(foreign, current_policy()) == isolation.BEFORE_MEASURED
+        assert isolation.cost(foreign, current_policy(), lz.Device.detect("cpu")) == isolation.BEFORE_MEASURED
 
 
 def test_a_request_that_came_before_is_made_anew_where_its_numbers_mean_something_else():

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from layerzero.core.device import Device
 from layerzero.core.eager_state import EAGER_STATE
 from layerzero.core.evidence import Evidence
 from layerzero.core.facts import Facts
@@ -41,11 +42,13 @@ class CallCost(NamedTuple):
         fixed_us: two messages and what Python does around them.
         mib_us: copying a MiB to the other process, or a MiB of results back.
         pid: the process it was measured with; 0 before there is one.
+        way: how tensors of a GPU reach it; empty for those of the CPU.
     """
 
     fixed_us: float
     mib_us: float
     pid: int = 0
+    way: str = ""
 
     def us(self, moved_bytes: int) -> float:
         """The cost of a call that moves so many bytes, results included."""
@@ -58,11 +61,21 @@ ISOLATION_POINTS = -15.0
 NO_MORE: Mapping[str, float] = MappingProxyType({})
 """What kernels cost more where none runs in a process of its own."""
 
-BEFORE_MEASURED = CallCost(30.0, 30.0)
-"""A guess that counts until a process of the library is measured."""
+BEFORE_MEASURED, ON_A_GPU = CallCost(30.0, 30.0), CallCost(100.0, 1.0)
+"""Guesses that count until a process of the library is measured."""
 
 COSTS: dict[tuple[str, ...], CallCost] = {}
-"""By the key of a process, as it was measured."""
+"""By the key of a process, with the name of the GPU where it is one, as it was measured."""
+
+
+def device_name(device: Device) -> str:
+    """Torch's name of a GPU; empty for the CPU."""
+    return "" if device.platform == "cpu" else f"{device.torch_type}:{device.index}"
+
+
+def cost_key(process: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """What the cost of calls is kept by, from the key of a process and what :func:`device_name` gives."""
+    return (*process, name) if name else process
 
 
 def isolated(kernel: Kernel, policy: Policy) -> bool:
@@ -128,12 +141,6 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum([(size - 1) * step for size, step in zip(shape, strides, strict=True)])
 
 
-_IPC_LIMITS = (
-    "CUDA IPC is not built: it shares cudaMalloc memory of one machine, not on Windows, and its handles end with their "
-    "process. Leave the library out of `isolate` for calls on a GPU"
-)
-
-
 def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
     """What keeps a call from a process of its own; empty where the kernel runs in this one."""
     if not isolated(kernel, policy):
@@ -147,8 +154,10 @@ def reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]:
 def _obstacles(kernel: Kernel, facts: Facts, policy: Policy) -> Iterator[tuple[str, object, object, str]]:
     """The fact, what is wanted, what is there, and the next step."""
     schema, leave = facts.operation.schema, "Leave the kernel out of `isolate` for such calls"
-    if facts.device.platform != "cpu":
-        yield "platform", "cpu", facts.device.platform, _IPC_LIMITS
+    if facts.device.platform not in ("cpu", "cuda"):
+        yield "platform", "cpu or cuda", facts.device.platform, leave
+    if facts.device.platform == "cuda" and len(command(kernel, policy)) > 1:
+        yield "platform", "cpu, since a container gets no GPU", "cuda", "Name an interpreter in isolation.pythons"
     if facts.operation.plain is not None or facts.operation.is_collective:
         yield "operation", "one of tensors, of one rank", facts.operation.name, leave
     if facts["requires_grad"]:
@@ -189,9 +198,10 @@ def _random(facts: Facts) -> Sequence[str]:
     return [*drawn, *unseeded[:1]]
 
 
-def cost(kernel: Kernel, policy: Policy) -> CallCost:
+def cost(kernel: Kernel, policy: Policy, device: Device) -> CallCost:
     """What a call of a kernel takes longer in a process of its own, as far as it is known."""
-    return COSTS.get(key(kernel, policy), BEFORE_MEASURED)
+    name = device_name(device)
+    return COSTS.get(cost_key(key(kernel, policy), name), ON_A_GPU if name else BEFORE_MEASURED)
 
 
 def extra_us(kernels: Sequence[Kernel], facts: Facts, policy: Policy) -> Mapping[str, float]:
@@ -200,7 +210,7 @@ def extra_us(kernels: Sequence[Kernel], facts: Facts, policy: Policy) -> Mapping
     if not apart:
         return NO_MORE
     moved = moved_bytes(facts)
-    return {each.id: cost(each, policy).us(moved) for each in apart}
+    return {each.id: cost(each, policy, facts.device).us(moved) for each in apart}
 
 
 def costing_more(evidence: Mapping[str, Evidence], extra_us: Mapping[str, float]) -> Mapping[str, Evidence]:
@@ -223,6 +233,7 @@ def processes() -> list[str]:
     """The processes that libraries run in now, and what they add to a call, a line each."""
     return [
         f"{name[0]}: process {known.pid} of its own, + {known.fixed_us:.0f} us a call and {known.mib_us:.0f} us a MiB"
+        f"{known.way}"
         for name, known in COSTS.items()
         if known.pid
     ]
@@ -230,8 +241,8 @@ def processes() -> list[str]:
 
 def told(kernel: Kernel, facts: Facts, policy: Policy) -> str:
     """Where an isolated kernel runs, and what that costs a call."""
-    known = cost(kernel, policy)
+    known = cost(kernel, policy, facts.device)
     us = known.us(moved_bytes(facts))
     if not known.pid:
         return f"{APART}: about + {us:.0f} us a call"
-    return f"{APART}, {known.pid}: + {us:.0f} us a call by what was measured as it began"
+    return f"{APART}, {known.pid}: + {us:.0f} us a call by what was measured as it began{known.way}"

@@ -1,5 +1,8 @@
 """Memory that this process shares with one child: where tensors lie there, and when their room is free again.
 
+Of a GPU's memory that is two buffers (:class:`Buffer`), which the child opens by CUDA IPC. This process owns both, so
+that none goes with a child that ends.
+
 It is one sparse file without a name, mapped once by both; pages take memory as they are used. A result stays where the
 child wrote it, and its room is free again once the last tensor there is gone: copying it out took 25 us a MiB more
 (EPYC Zen 4, 2026-11-27). Before a fork, results become this process's own memory, at the same addresses, so that parent
@@ -12,16 +15,21 @@ import ctypes
 import functools
 import mmap
 import os
+import secrets
 import tempfile
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from layerzero.core.errors import IsolatedKernelError
 from layerzero.core.system import forking
 from layerzero.engine import accelerator
 from layerzero.engine.isolation import span
+from layerzero.serving.isolation.messages import Open
 
 PAGE = mmap.PAGESIZE
 
@@ -86,9 +94,11 @@ class Mapping:
 
     Attributes:
         view: its bytes.
-        base: the address of the first.
+        first, base: the place and the address of the first.
         tensor: a tensor at so many bytes, of a dtype, shape and strides.
     """
+
+    first = 0
 
     def __init__(self, file: int) -> None:
         self.size = os.fstat(file).st_size
@@ -107,6 +117,168 @@ def tensor_in(
     if 0 in shape:
         return torch.empty_strided(shape, strides, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=span(shape, strides), offset=at).as_strided_(shape, strides)
+
+
+class DeviceMemory:
+    """Bytes of a GPU, with what :class:`Mapping` has."""
+
+    def __init__(self, data: torch.Tensor, first: int = 0) -> None:
+        self.data, self.first, self.base, self.size = data, first, data.data_ptr(), data.numel()
+
+    def tensor(self, at: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+        """A view at a place, of a dtype, shape and strides; what has no elements lies nowhere."""
+        if 0 in shape:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=self.data.device)
+        start = at - self.first
+        part = self.data[start : start + span(shape, strides) * dtype.itemsize]
+        return part.view(dtype).as_strided(shape, strides)
+
+
+GIVEN, RESULTS = 0, 1
+"""What a buffer is for."""
+
+LEAST_BYTES = 1 << 21
+"""Of a buffer: less than a segment takes the device as much."""
+
+_MARK = 16
+_LINE = 64  # of an address: tensors keep it, so that a vector load finds them as aligned as they were
+
+
+class Buffer(DeviceMemory):
+    """Memory of a GPU that another process can open, in a pool of its own: a handle opens whole segments of one.
+
+    Attributes:
+        handle: what opens it, as often as wanted.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Raises: RuntimeError, in words of torch's, where this memory has no handle; OutOfMemoryError."""
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
+            raise RuntimeError(f"the allocator {backend} of torch gives no handles")
+        pool = torch.cuda.MemPool()
+        with torch.inference_mode(mode=False), torch.cuda.use_mem_pool(pool, device):
+            super().__init__(torch.empty(size, dtype=torch.uint8, device=device))
+        self._pool = pool
+        storage = self.data.untyped_storage()
+        self.handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
+        # torch would keep this memory for ever once a process ended that had opened it; here the last one to use it
+        # has answered or ended before it is freed
+        torch.UntypedStorage._release_ipc_counter_cuda(*self.handle[4:6])
+
+    def marked(self) -> bytes:
+        """Its first bytes, drawn anew."""
+        mark = secrets.token_bytes(_MARK)
+        self.data[:_MARK].copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+        return mark
+
+
+def opened(handle: tuple[Any, ...], mark: bytes) -> DeviceMemory:
+    """What a handle of another process opens. Raises: RuntimeError where the system or the device forbids it."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    storage = torch.UntypedStorage._new_shared_cuda(*handle)
+    made = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    if bytes(made[:_MARK].tolist()) != mark:
+        raise RuntimeError("the handle opened other memory than was shared")
+    return DeviceMemory(made)
+
+
+def bytes_at(tensor: torch.Tensor, address: int, size: int) -> torch.Tensor:
+    """So many bytes from an address, of a tensor's storage. Raises: IsolatedKernelError where it has not all."""
+    storage = tensor.untyped_storage()
+    start = address - storage.data_ptr()
+    if start + size > storage.nbytes():
+        raise IsolatedKernelError("wanted tensors that overlap to share one storage, got several over the same memory")
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, start, (size,), (1,))
+
+
+class Gpu:
+    """How tensors of a GPU reach the process: through buffers that both see, or by copies through the host's memory.
+
+    Attributes:
+        reason: why it is the host's memory; empty where it is CUDA IPC.
+        opened: which buffers the process that runs now has open.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.reason = device, ""
+        self.opened: dict[int, Buffer] = {}
+        self._buffers: dict[int, Buffer] = {}
+        self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    @property
+    def way(self) -> str:
+        """The GPU, and how its tensors reach the process, in words that follow a cost."""
+        how = f"by copies through the host: {self.reason}" if self.reason else "by CUDA IPC"
+        return f", for tensors on {self.device} {how}"
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let copies of a call wait for those of the call before. Raises: IsolatedKernelError for what cannot cross."""
+        if torch.cuda.is_current_stream_capturing():
+            raise IsolatedKernelError("wanted no capture of a CUDA graph: the launch happens in another process")
+        if elsewhere := [each.device for each in tensors if each.device != self.device]:
+            raise IsolatedKernelError(f"wanted all tensors on {self.device}, got one on {elsewhere[0]}")
+        torch.cuda.current_stream(self.device).wait_event(self._read)
+
+    def wait(self) -> None:
+        """Wait until what was copied is there: the process has other streams."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def end(self) -> None:
+        """Note the last copy out of the buffers, which another stream may have to wait for."""
+        self._read.record(torch.cuda.current_stream(self.device))
+
+    def room(self, use: int, size: int, tell: Callable[[Open], object]) -> Buffer:
+        """A buffer of so many bytes at least, which ``tell`` has the process open where it is new to it.
+
+        Raises: RuntimeError where it has no handle, and what ``tell`` does.
+        """
+        found = self.opened.get(use)
+        if found is None or found.size < size:
+            found = self._buffers.get(use)
+            if found is None or found.size < size:
+                found = Buffer(max(LEAST_BYTES, 1 << (size - 1).bit_length()), self.device)
+            self.opened.pop(use, None)
+            torch.cuda.current_stream(self.device).wait_event(self._read)
+            tell(Open(str(self.device), use, found.handle, found.marked()))
+            self._buffers[use] = self.opened[use] = found  # what was in its place is let go of there, too
+        return found
+
+
+def placed(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[int], reach: tuple[int, int], take: Callable[[int], int]
+) -> tuple[tuple[int, ...], tuple[int, int], list[tuple[int, int, int, int]]]:
+    """Where each tensor is to lie in shared memory, the room that was taken, and what is to be copied there.
+
+    That is a place in the room, an address, bytes, and whose they are. What overlaps is copied once, as it lies, so
+    that tensors which share memory do so there; what lies within ``reach`` already, as a result, stays.
+    """
+    shared, shared_end = reach
+    spans = [(each.data_ptr(), index) for index, each in enumerate(tensors)]
+    if len(spans) > 1:
+        spans.sort()
+    at, moved = [0] * len(tensors), []
+    copies: list[tuple[int, int, int, int]] = []
+    first = stop = taken = 0
+    for address, index in spans:
+        end = address + sizes[index]
+        if shared <= address < shared_end:
+            at[index] = address - shared
+        elif end > address:
+            if copies and address < stop:
+                stop = max(stop, end)
+                copies[-1] = (copies[-1][0], first, stop - first, copies[-1][3])
+            else:
+                taken = -(-(taken + stop - first) // _LINE) * _LINE + address % _LINE
+                first, stop = address, end
+                copies.append((taken, first, stop - first, index))
+            moved.append((index, taken + address - first))
+    if not copies:
+        return tuple(at), (0, 0), copies
+    size = taken + stop - first
+    room = take(size)
+    for index, place in moved:
+        at[index] = room + place
+    return tuple(at), (room, size), copies
 
 
 class _Gone(weakref.ref[memoryview]):

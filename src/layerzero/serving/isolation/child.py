@@ -22,7 +22,16 @@ from layerzero import __version__
 from layerzero.core.dtypes import dtype_named
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving.isolation import messages
-from layerzero.serving.isolation.arena import KEPT_BYTES, MAX_KEPT, Copier, Mapping
+from layerzero.serving.isolation.arena import (
+    GIVEN,
+    KEPT_BYTES,
+    MAX_KEPT,
+    RESULTS,
+    Copier,
+    DeviceMemory,
+    Mapping,
+    opened,
+)
 from layerzero.testing.child_main import Tell
 
 MOST_BYTES = 1 << 18
@@ -63,13 +72,15 @@ _Given = list[tuple[int, messages.Dtyped]]
 
 
 class _Call(NamedTuple):
-    """A call as it is made: of equal requests, one."""
+    """A call as it is made: of equal requests, one. ``device`` names a GPU, or is empty for the CPU."""
 
     run: messages.Run
     kernel: Callable[..., Any]
     arguments: list[Any]
     named: dict[str, Any]
     given: _Given
+    memory: Mapping | DeviceMemory
+    device: str
 
 
 class Server:
@@ -79,7 +90,9 @@ class Server:
         self.memory, self._copied = memory, Copier()
         self._kernels: dict[int, Callable[..., Any]] = {0: _same}
         self._forms: dict[int, messages.Form] = {}
-        self._waiting: tuple[_Given, Any] = [], None
+        self._waiting: tuple[_Call, Any] | None = None
+        self._opened: dict[tuple[str, int], DeviceMemory] = {}
+        self._device = ""
         self._state: tuple[int, bool] | None = None
         self._decoded = msgspec.msgpack.Decoder(messages.Request).decode
         self._calls: dict[bytes, _Call] = {}
@@ -92,13 +105,31 @@ class Server:
             if isinstance(request, messages.Run):
                 return self._run(text, request, call)
             if isinstance(request, messages.Fetch):
+                assert self._waiting is not None
                 return self._put(*self._waiting, request.room)
+            if isinstance(request, messages.Open):
+                return self._open(request)
             return self._load(request)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises
             where = "".join(traceback.format_exception(error)[-4:])[-2000:]
-            return messages.Failed(type(error).__name__, str(error)[:4000], where)
+            return messages.Failed(type(error).__name__, str(error)[:4000], where, _context_lost())
+
+    def _open(self, wanted: messages.Open) -> messages.Answer:
+        self._calls.clear()  # their tensors lie in what was opened before
+        if wanted.use == GIVEN:
+            self._waiting = None
+        self._opened.pop((wanted.device, wanted.use), None)
+        self._work_on(wanted.device)
+        self._opened[wanted.device, wanted.use] = opened(wanted.handle, wanted.mark)
+        return messages.Done((), several=False)
+
+    def _work_on(self, device: str) -> None:
+        if device and device != self._device:
+            torch.cuda.set_device(device)
+            self._device = device
 
     def _load(self, load: messages.Load) -> messages.Answer:
+        self._work_on(load.device)
         for module in load.modules:
             importlib.import_module(module)
         kernel = REGISTRY.kernel(load.kernel)
@@ -114,27 +145,41 @@ class Server:
             self._state = run.threads, run.deterministic
         if call is None:
             call = self._call_of(run)
-            if run.new is None:
+            if run.new is None and run.host is None:
                 if len(self._calls) >= MAX_KEPT:
                     self._calls.clear()
                 self._calls[text] = call
-        return self._put(call.given, call.kernel(*call.arguments, **call.named), run.room)
+        self._work_on(call.device)
+        result = call.kernel(*call.arguments, **call.named)
+        if run.host is not None and run.host[2]:
+            assert isinstance(call.memory, DeviceMemory)
+            self._host_bytes(run.host).copy_(call.memory.data)
+        return self._put(call, result, run.room)
+
+    def _host_bytes(self, host: tuple[int, int, bool]) -> torch.Tensor:
+        return self.memory.tensor(host[0], torch.uint8, (host[1],), (1,))
 
     def _call_of(self, run: messages.Run) -> _Call:
         if run.new is not None:
             self._calls.clear()  # the number may have been another form's
             self._forms[run.form] = run.new
-        form, tensor = self._forms[run.form], self.memory.tensor
+        form = self._forms[run.form]
+        memory: Mapping | DeviceMemory = self.memory
+        if run.host is not None:
+            memory = DeviceMemory(self._host_bytes(run.host).to(form.device), run.host[0])
+        elif form.device:
+            memory = self._opened[form.device, GIVEN]
+        tensor = memory.tensor
         given = list(zip(run.at, form.tensors, strict=True))
         tensors = iter([tensor(at, dtype_named(dtype), shape, strides) for at, (dtype, shape, strides) in given])
         others = iter(run.values)
         arguments = [next(tensors) if each else messages.unpacked(next(others)) for each in form.is_tensor]
         positional = len(arguments) - len(form.keywords)
         named = dict(zip(form.keywords, arguments[positional:], strict=True))
-        return _Call(run, self._kernels[run.kernel], arguments[:positional], named, given)
+        return _Call(run, self._kernels[run.kernel], arguments[:positional], named, given, memory, form.device)
 
-    def _put(self, given: _Given, result: Any, room: tuple[int, int]) -> messages.Answer:
-        several = isinstance(result, tuple)
+    def _put(self, call: _Call, result: Any, room: tuple[int, int]) -> messages.Answer:
+        several, given, memory = isinstance(result, tuple), call.given, call.memory
         told: list[int | tuple[int, messages.Dtyped] | None] = []
         copies: list[tuple[int, messages.Dtyped, torch.Tensor]] = []
         size = 0
@@ -142,8 +187,10 @@ class Server:
             if each is None:
                 told.append(None)
                 continue
-            place = each.data_ptr() - self.memory.base
-            if 0 <= place < self.memory.size and (place, messages.dtyped(each)) in given:
+            if call.device and str(each.device) != call.device:
+                raise TypeError(f"wanted results on {call.device}, got one on {each.device}")
+            place = each.data_ptr() - memory.base + memory.first
+            if 0 <= place - memory.first < memory.size and (place, messages.dtyped(each)) in given:
                 told.append(given.index((place, messages.dtyped(each))))
                 continue
             laid = _dense(each)
@@ -151,15 +198,29 @@ class Server:
             copies.append((size, laid, each))
             size += -(-each.numel() * each.itemsize // _LINE) * _LINE
         if size > room[1]:
-            self._waiting = given, result
+            self._waiting = call, result
             return messages.Wanted(size)
-        self._waiting = [], None
+        self._waiting = None
+        by_ipc = call.device and call.run.host is None
+        to = self._opened[call.device, RESULTS] if by_ipc else self.memory
         for offset, (dtype, shape, strides), each in copies:
-            if each.stride() == strides and not (each.is_neg() or each.is_conj()):  # as it lies
+            if not call.device and each.stride() == strides and not (each.is_neg() or each.is_conj()):  # as it lies
                 self._copied(self.memory.base + room[0] + offset, each.data_ptr(), each.numel() * each.itemsize)
             else:
-                self.memory.tensor(room[0] + offset, dtype_named(dtype), shape, strides).copy_(each)
+                to.tensor(room[0] + offset, dtype_named(dtype), shape, strides).copy_(each)
+        if call.device:
+            torch.cuda.synchronize(call.device)  # a kernel's error is raised here; the other process reads next
         return messages.Done(tuple(told), several)
+
+
+def _context_lost() -> bool:
+    """Whether an error of the GPU stays: nothing can run there in this process any more."""
+    try:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

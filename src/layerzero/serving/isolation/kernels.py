@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import shutil
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 
 from layerzero.core.dtypes import dtype_named
+from layerzero.core.errors import IsolatedKernelError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.system import forking
 from layerzero.engine import isolation, probe
 from layerzero.engine.config import current_policy
+from layerzero.engine.failures import out_of_memory
 from layerzero.engine.isolation import COSTS, CallCost
 from layerzero.engine.policy import Policy
 from layerzero.serving.isolation import messages
-from layerzero.serving.isolation.arena import Arena, Copier, tensor_in
-from layerzero.serving.isolation.messages import Done, Failed, Fetch, Form, Load, Run, Wanted, dtyped, load_of, packed
+from layerzero.serving.isolation.arena import GIVEN, RESULTS, Arena, Buffer, Copier, Gpu, bytes_at, placed, tensor_in
+from layerzero.serving.isolation.messages import Done, Failed, Fetch, Known, Load, Open, Run, Wanted, load_of, packed
 from layerzero.serving.isolation.worker import START_S, Worker
 from layerzero.tuning.verification.child import homes
+
+log = logging.getLogger("layerzero")
 
 BUILD_S = 600.0
 """How long a kernel may take to load, and the first call of one that compiles."""
@@ -41,24 +46,7 @@ _FEW, _MANY = 1 << 12, 1 << 20  # bytes of those calls
 _LINE = 64  # of an address: tensors keep it, so that a vector load finds them as aligned as they were
 
 
-class _Form(NamedTuple):
-    """A form of calls that the process knows, by its number: the places of tensors and of others, and their bytes."""
-
-    number: int
-    tensors: tuple[int, ...]
-    others: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-class _Known(NamedTuple):
-    """What a call of a form was answered last: the bytes that results take, and what they are."""
-
-    size: int = 0
-    done: Done | None = None
-    kinds: Sequence[tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]] = ()
-
-
-_UNKNOWN = _Known()
+_UNKNOWN = Known()
 
 
 class Library:
@@ -69,8 +57,9 @@ class Library:
         self._lock = forking.lock()
         self._loaded: dict[bytes, int] = {}
         self._built: set[int] = set()
-        self._forms: dict[tuple[Any, ...], _Form] = {}
-        self._known: dict[tuple[int, int], _Known] = {}
+        self._forms: dict[tuple[Any, ...], messages.KnownForm] = {}
+        self._known: dict[tuple[int, int], Known] = {}
+        self._gpus: dict[torch.device, Gpu] = {}
 
     def load(self, load: Load, key: bytes) -> None:
         """Load a kernel, in a process that is started where none runs. Raises: IsolatedKernelError."""
@@ -85,6 +74,7 @@ class Library:
         named: dict[str, Any],
         mutated: frozenset[int | str],
         limit_s: float,
+        device: torch.device | None,
         *,
         builds: bool,
     ) -> Any:
@@ -95,8 +85,8 @@ class Library:
         with self._lock:
             number = (self._loaded.get(key) if self.worker.pid else None) or self._number(load, key)
             if not builds or number in self._built:
-                return self._call(number, load.kernel, given, named, mutated, limit_s)
-            result = self._call(number, load.kernel, given, named, mutated, max(limit_s, BUILD_S))
+                return self._call(number, load.kernel, given, named, mutated, limit_s, device)
+            result = self._call(number, load.kernel, given, named, mutated, max(limit_s, BUILD_S), device)
             self._built.add(number)
             return result
 
@@ -106,6 +96,7 @@ class Library:
         if self._lock.acquire(blocking=False):
             try:
                 self.worker.end()
+                self._gpus.clear()
             finally:
                 self._lock.release()
 
@@ -115,11 +106,52 @@ class Library:
         self._forms.clear()
         self._known.clear()
 
+    def _gpu(self, device: torch.device) -> Gpu:
+        """How tensors of a GPU reach the process that runs now; the first time, that is found by trying."""
+        gpu = self._gpus.get(device)
+        if gpu is None:
+            gpu = self._gpus[device] = Gpu(device)
+        if not gpu.reason and len(gpu.opened) < 2:
+            try:
+                for use in (GIVEN, RESULTS):
+                    self._room(gpu, use, 1)
+            except IsolatedKernelError:
+                if self.worker.pid is None:  # it ended by that; the next one gets copies
+                    raise
+        return gpu
+
+    def _room(self, gpu: Gpu, use: int, size: int) -> Buffer:
+        """A buffer that the process has open. Raises: IsolatedKernelError, after which CUDA IPC is not tried again."""
+        try:
+            return gpu.room(use, size, self._open)
+        except (IsolatedKernelError, RuntimeError) as error:
+            if out_of_memory(error):
+                raise
+            gpu.reason = str(error).partition("\n")[0]
+            COSTS.pop(isolation.cost_key(self.worker.key, str(gpu.device)), None)
+            log.warning("%s: calls of its process take longer%s", self.worker.name, gpu.way)
+            if isinstance(error, IsolatedKernelError):
+                raise
+            raise IsolatedKernelError(gpu.reason) from error
+
+    def _open(self, request: Open) -> None:
+        answer = self.worker.ask(request, START_S, f"opening memory of {request.device}")
+        if isinstance(answer, Failed):
+            raise self.worker.refused(answer)
+
+    def _hold(self, ipc: Gpu | None, size: int) -> tuple[int, memoryview | Buffer]:
+        """A room for results, and its place."""
+        return self.arena.hold(size) if ipc is None else (0, self._room(ipc, RESULTS, size))
+
     def _number(self, load: Load, key: bytes) -> int:
         if self.worker.pid is None:
             self._forget()
+            for gpu in self._gpus.values():
+                gpu.opened.clear()
             self.worker.start(self.arena.file, load.modules)
-            COSTS[self.worker.key] = self._measured()
+        priced = isolation.cost_key(self.worker.key, load.device)
+        if priced not in COSTS or COSTS[priced].pid != self.worker.pid:
+            COSTS[priced] = self._measured(torch.device(load.device) if load.device else None)
         if key not in self._loaded:
             if len(self._loaded) >= MAX_LOADED:
                 self._forget()
@@ -139,45 +171,66 @@ class Library:
         named: dict[str, Any],
         mutated: frozenset[int | str],
         limit_s: float,
+        device: torch.device | None,
     ) -> Any:
+        gpu = None if device is None else self._gpu(device)
+        ipc = None if gpu is None or gpu.reason else gpu
         if max(len(self._forms), len(self._known)) >= MAX_LOADED:
             self._forms.clear()
             self._known.clear()
         arguments = (*given, *named.values())
-        key = *named, *[_metadata(each) if isinstance(each, torch.Tensor) else None for each in arguments]
+        key = (
+            device,
+            *named,
+            *[messages.metadata(each) if isinstance(each, torch.Tensor) else None for each in arguments],
+        )
         form, new = self._forms.get(key), None
         if form is None:
-            form, new = _form(len(self._forms), arguments, tuple(named))
+            form, new = messages.form_of(
+                len(self._forms), arguments, tuple(named), "" if device is None else str(device)
+            )
         tensors = [arguments[place] for place in form.tensors]
         written: list[int] = []
         if mutated:
             labels = (*range(len(given)), *named)
             written = [index for index, place in enumerate(form.tensors) if labels[place] in mutated]
-        at, own, copies = self._placed(tensors, form.sizes, written)
+        if gpu is not None:
+            gpu.begin(tensors)
+        reach = (0, 0) if written or gpu is not None else self.arena.reach()
+        take = self.arena.take if ipc is None else lambda size: self._room(ipc, GIVEN, size).first
+        at, own, copies = placed(tensors, form.sizes, reach, take)
+        host = None if gpu is None or ipc is not None else (*own, bool(written))
         known = self._known.get((number, form.number), _UNKNOWN)
-        room: memoryview | None = None
+        room: memoryview | Buffer | None = None
         made: list[torch.Tensor] = []
 
         def meanwhile() -> None:
-            made.extend([tensor_in(room, *kind) for kind in known.kinds])
+            made.extend(_made(room, known.kinds, None))
 
         try:
             place = 0
             if known.size:
-                place, room = self.arena.hold(known.size)
-            for at_room, start, size in copies:
-                self._copied(self.arena.base + own[0] + at_room, start, size)
+                place, room = self._hold(ipc, known.size)
+            for at_room, start, size, index in copies:
+                if gpu is None:
+                    self._copied(self.arena.base + own[0] + at_room, start, size)
+                    continue
+                kind = own[0] + at_room, torch.uint8, (size,), (1,)
+                to = tensor_in(self.arena.view, *kind) if ipc is None else ipc.opened[GIVEN].tensor(*kind)
+                to.copy_(bytes_at(tensors[index], start, size))
+            if ipc is not None:
+                ipc.wait()
             state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
             values = tuple([packed(arguments[each]) for each in form.others])
-            request = Run(number, form.number, at, values, (place, known.size), *state, new)
-            answer = self.worker.ask(request, limit_s, kernel, meanwhile)
+            request = Run(number, form.number, at, values, (place, known.size), *state, new, host)
+            answer = self.worker.ask(request, limit_s, kernel, meanwhile if gpu is None else None)
             if new is not None:
                 self._forms[key] = form
             if isinstance(answer, Wanted):
                 made.clear()
                 room = None
-                known = _Known(answer.size)
-                place, room = self.arena.hold(answer.size)
+                known = Known(answer.size)
+                place, room = self._hold(ipc, answer.size)
                 answer = self.worker.ask(Fetch((place, answer.size)), limit_s, kernel)
             if not isinstance(answer, Done):
                 assert isinstance(answer, Failed)
@@ -187,96 +240,63 @@ class Library:
             if answer is not known.done:
                 laid = [each for each in answer.results if isinstance(each, tuple)]
                 kinds = [(offset, dtype_named(dtype), shape, strides) for offset, (dtype, shape, strides) in laid]
-                known = self._known[number, form.number] = _Known(known.size, answer, kinds)
-                made[:] = [tensor_in(room, *kind) for kind in kinds]
-            if self.arena.held > self.arena.size // 3:  # what is kept for ever leaves room; half left holes too small
+                known = self._known[number, form.number] = Known(known.size, answer, kinds)
+                made.clear()
+            if len(made) < len(known.kinds):
+                made = _made(room, known.kinds, gpu)
+            if gpu is None and self.arena.held > self.arena.size // 3:  # half left holes too small, once it is kept
                 made = [each.clone() for each in made]
             new_ones = iter(made)
             results = [
                 None if each is None else tensors[each] if isinstance(each, int) else next(new_ones)
                 for each in answer.results
             ]
+            memory = self.arena if ipc is None else ipc.opened[GIVEN]
             for index in written:
                 tensor = tensors[index]
-                tensor.copy_(self.arena.tensor(at[index], tensor.dtype, tensor.shape, tensor.stride()))
+                tensor.copy_(memory.tensor(at[index], tensor.dtype, tensor.shape, tensor.stride()))
         finally:
             self.arena.filling = None
-            if own[1]:
+            if gpu is not None:
+                gpu.end()
+            if own[1] and ipc is None:
                 self.arena.give(*own)
             room = None  # an error that is kept keeps this frame
             made = []
         return tuple(results) if answer.several else results[0]
 
-    def _placed(
-        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int], written: Sequence[int]
-    ) -> tuple[tuple[int, ...], tuple[int, int], list[tuple[int, int, int]]]:
-        """Where each tensor is to lie in the shared memory, the room that was taken, and what is to be copied there.
-
-        That is a place in the room, an address and bytes. What overlaps is copied once, as it lies, so that tensors
-        which share memory do so there; what lies there already, as a result, stays, unless the call writes into it.
-        """
-        shared, shared_end = (0, 0) if written else self.arena.reach()
-        spans = [(each.data_ptr(), index) for index, each in enumerate(tensors)]
-        if len(spans) > 1:
-            spans.sort()
-        at, moved = [0] * len(tensors), []
-        copies: list[tuple[int, int, int]] = []
-        first = stop = taken = 0
-        for address, index in spans:
-            end = address + sizes[index]
-            if shared <= address < shared_end:
-                at[index] = address - shared
-            elif end > address:
-                if copies and address < stop:
-                    stop = max(stop, end)
-                    copies[-1] = (copies[-1][0], first, stop - first)
-                else:
-                    taken = -(-(taken + stop - first) // _LINE) * _LINE + address % _LINE
-                    first, stop = address, end
-                    copies.append((taken, first, stop - first))
-                moved.append((index, taken + address - first))
-        if not copies:
-            return tuple(at), (0, 0), copies
-        size = taken + stop - first
-        room = self.arena.take(size)
-        for index, place in moved:
-            at[index] = room + place
-        return tuple(at), (room, size), copies
-
-    def _measured(self) -> CallCost:
+    def _measured(self, device: torch.device | None = None) -> CallCost:
         """What calls of two sizes cost, by calls that compute nothing."""
         medians = []
         for size in (_FEW, _MANY):
-            given, times = (torch.zeros(size, dtype=torch.uint8),), []
+            given, times = (torch.zeros(size, dtype=torch.uint8, device=device or "cpu"),), []
             for _ in range(SAMPLES):
                 began = time.perf_counter()
-                self._call(0, "the cost of a call", given, {}, frozenset(), START_S)
+                self._call(0, "the cost of a call", given, {}, frozenset(), START_S, device)
                 times.append((time.perf_counter() - began) * 1e6)
                 time.sleep(1.5e-9 * messages.AWAKE_NS)  # most calls find the process asleep
             medians.append(statistics.median(times))
         mib_us = max(medians[1] - medians[0], 0.0) / (2 * (_MANY - _FEW) / 2**20)
         assert self.worker.pid is not None
-        return CallCost(max(medians[0] - mib_us * 2 * _FEW / 2**20, 0.0), mib_us, self.worker.pid)
+        way = "" if device is None else self._gpus[device].way
+        return CallCost(max(medians[0] - mib_us * 2 * _FEW / 2**20, 0.0), mib_us, self.worker.pid, way)
 
 
-def _metadata(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
-    return tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _form(number: int, arguments: Sequence[object], names: tuple[str, ...]) -> tuple[_Form, Form]:
-    """A new form of calls, as this process and as the other one has it."""
-    tensors = {place: each for place, each in enumerate(arguments) if isinstance(each, torch.Tensor)}
-    others = tuple([place for place in range(len(arguments)) if place not in tensors])
-    sizes = tuple([isolation.span(each.shape, each.stride()) * each.itemsize for each in tensors.values()])
-    marks = tuple([place in tensors for place in range(len(arguments))])
-    told = Form(tuple(map(dtyped, tensors.values())), marks, names)
-    return _Form(number, tuple(tensors), others, sizes), told
+def _made(room: memoryview | Buffer | None, kinds: Sequence[messages.Kind], gpu: Gpu | None) -> list[torch.Tensor]:
+    """The tensors of a result: those of a GPU are memory of this process alone, others lie in the room."""
+    if isinstance(room, Buffer):
+        return [room.tensor(*kind).clone() for kind in kinds]
+    made = [tensor_in(room, *kind) for kind in kinds]
+    return made if gpu is None else [each.to(gpu.device) for each in made]
 
 
 LIBRARIES: dict[tuple[str, ...], Library] = {}
 """By what :func:`layerzero.engine.isolation.key` gives."""
 
 _lock = forking.lock()
+
+_KEPT: list[object] = []
+"""In a forked child, memory of the parent's GPUs: freeing it would call CUDA, which does not work there."""
 
 
 def library(key: tuple[str, ...]) -> Library:
@@ -298,6 +318,7 @@ class IsolatedKernel:
         """Raises: IsolatedKernelError where the process does not start, or the kernel does not load there."""
         self._load = load_of(kernel.id, facts, homes([kernel]))
         self._key, self._builds = msgspec.msgpack.encode(self._load), kernel.jit
+        self._device = torch.device(self._load.device) if self._load.device else None
         self._library = isolation.key(kernel, current_policy())
         schema = facts.operation.schema
         self._mutated: frozenset[int | str] = frozenset(
@@ -311,7 +332,7 @@ class IsolatedKernel:
     def __call__(self, *given: Any, **named: Any) -> Any:
         """Run the kernel there. Raises: IsolatedKernelError, with what it raised or how the process ended."""
         limit_s, call = current_policy()["isolation.timeout_s"], library(self._library).call
-        return call(self._load, self._key, given, named, self._mutated, limit_s, builds=self._builds)
+        return call(self._load, self._key, given, named, self._mutated, limit_s, self._device, builds=self._builds)
 
 
 def unable(kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | None:
@@ -337,6 +358,7 @@ def _forget() -> None:
     """Begin anew in a forked child: the processes are the parent's."""
     for each in LIBRARIES.values():
         each.worker.abandon()
+        _KEPT.append(each._gpus)
     LIBRARIES.clear()
     COSTS.clear()
 

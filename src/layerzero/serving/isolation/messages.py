@@ -5,7 +5,8 @@ from __future__ import annotations
 import select
 import socket
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -14,6 +15,7 @@ from layerzero.core.device import Device
 from layerzero.core.dtypes import dtype_name, dtype_named
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.operation import Operation
+from layerzero.engine.isolation import device_name, span
 
 Dtyped = tuple[str, tuple[int, ...], tuple[int, ...]]
 """The dtype, shape and strides of a tensor."""
@@ -72,7 +74,10 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Load a kernel for the facts of a plan, under a number; ``modules`` register it."""
+    """Load a kernel for the facts of a plan, under a number; ``modules`` register it.
+
+    ``device`` is torch's name of a GPU and ``uuid`` which one that must be; both are empty for the CPU.
+    """
 
     number: int
     modules: list[str]
@@ -81,14 +86,36 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
     layout: str | None
     tensors: dict[str, tuple[Dtyped, int, bool]]
     values: dict[str, Any]
+    device: str = ""
+    uuid: str = ""
+
+
+class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Open memory of a GPU by what torch's ``_share_cuda_`` gave, in place of what was opened for this use before.
+
+    Attributes:
+        device: torch's name of the GPU.
+        use: for what a call is given, or for its results.
+        handle: of CUDA IPC, with where the memory lies in what it opens.
+        mark: the first bytes there: another memory must not be taken for it.
+    """
+
+    device: str
+    use: int
+    handle: tuple[int, bytes, int, int, bytes, int, bytes, bool]
+    mark: bytes
 
 
 class Form(msgspec.Struct, frozen=True, array_like=True):
-    """How a kernel is called: its tensors, and which places are tensors; the last ones are keywords with names."""
+    """How a kernel is called: its tensors, and which places are tensors; the last ones are keywords with names.
+
+    ``device`` is torch's name of the GPU that all tensors lie on; empty for the CPU.
+    """
 
     tensors: tuple[Dtyped, ...]
     is_tensor: tuple[bool, ...]
     keywords: tuple[str, ...]
+    device: str = ""
 
 
 class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -103,6 +130,8 @@ class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
         threads: of torch.
         deterministic: whether torch has deterministic algorithms alone.
         new: the form where this call is its first.
+        host: where a GPU's tensors crossed through the host's memory: the place, bytes, and whether the kernel writes
+            into them.
     """
 
     kernel: int
@@ -113,6 +142,7 @@ class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
     threads: int
     deterministic: bool
     new: Form | None = None
+    host: tuple[int, int, bool] | None = None
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -135,20 +165,60 @@ class Wanted(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a kernel raised: the error's type and text, and the last lines of where."""
+    """What a kernel raised: the error's type and text, and the last lines of where.
+
+    ``lost`` says that the GPU's context went with it: no later call can run in this process.
+    """
 
     kind: str
     text: str
     where: str
+    lost: bool = False
 
 
-Request = Load | Run | Fetch
+Request = Load | Open | Run | Fetch
 Answer = Done | Wanted | Failed
 
 
 def dtyped(tensor: torch.Tensor) -> Dtyped:
     """The dtype, shape and strides of a tensor."""
     return dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride()
+
+
+class KnownForm(NamedTuple):
+    """A form of calls that the process knows, by its number: the places of tensors and of others, and their bytes."""
+
+    number: int
+    tensors: tuple[int, ...]
+    others: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+Kind = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""The offset of a result, its dtype, shape and strides."""
+
+
+class Known(NamedTuple):
+    """What a call of a form was answered last: the bytes that results take, and what they are."""
+
+    size: int = 0
+    done: Done | None = None
+    kinds: Sequence[Kind] = ()
+
+
+def metadata(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    """What of a tensor makes another form of calls."""
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+def form_of(number: int, arguments: Sequence[object], names: tuple[str, ...], device: str) -> tuple[KnownForm, Form]:
+    """A new form of calls, as this process and as the other one has it."""
+    tensors = {place: each for place, each in enumerate(arguments) if isinstance(each, torch.Tensor)}
+    others = tuple([place for place in range(len(arguments)) if place not in tensors])
+    sizes = tuple([span(each.shape, each.stride()) * each.itemsize for each in tensors.values()])
+    marks = tuple([place in tensors for place in range(len(arguments))])
+    told = Form(tuple(map(dtyped, tensors.values())), marks, names, device)
+    return KnownForm(number, tuple(tensors), others, sizes), told
 
 
 def packed(value: object) -> object:
@@ -178,14 +248,19 @@ def load_of(kernel: str, facts: Facts, modules: list[str]) -> Load:
         for name, each in facts.tensors.items()
     }
     values = {name: packed(value) for name, value in facts.items()}
-    return Load(0, modules, kernel, facts.operation.name, facts.layout, tensors, values)
+    here = facts.device
+    return Load(0, modules, kernel, facts.operation.name, facts.layout, tensors, values, device_name(here), here.uuid)
 
 
 def facts_of(load: Load, operation: Operation) -> Facts:
-    """The facts again, on the device of the process that asks."""
+    """The facts again, on the device of the process that asks. Raises: RuntimeError where that is another one here."""
     tensors = {
         name: TensorFacts(shape, strides, dtype_named(dtype), alignment, negated)
         for name, ((dtype, shape, strides), alignment, negated) in load.tensors.items()
     }
     values = {name: unpacked(value) for name, value in load.values.items()}
-    return Facts(operation, Device.detect("cpu"), load.layout, tensors, values)
+    device = Device.detect(load.device or "cpu")
+    if device.uuid != load.uuid:
+        text = f"wanted {load.device} to be GPU {load.uuid}, got {device.uuid}"
+        raise RuntimeError(f"{text}; set CUDA_VISIBLE_DEVICES outside the program, not in it")
+    return Facts(operation, device, load.layout, tensors, values)

@@ -135,6 +135,8 @@ class Worker:
         """The error that a kernel raised there, with its type and text."""
         error = IsolatedKernelError(f"{failed.kind}: {failed.text} (in process {self.pid}, which runs {self.name})")
         error.add_note(failed.where)
+        if failed.lost:
+            self._ended()
         return error
 
     def kill(self) -> None:
@@ -151,8 +153,9 @@ class Worker:
         process, self._process = self._process, None
         if process is not None:
             process.end()
-        if self.key in COSTS:  # what was measured still counts
-            COSTS[self.key] = COSTS[self.key]._replace(pid=0)
+            for key, cost in list(COSTS.items()):  # what was measured still counts
+                if cost.pid == process.pid:
+                    COSTS[key] = cost._replace(pid=0)
         if self._socket is not None:
             self._socket.close()
 
@@ -178,12 +181,16 @@ class Worker:
             how = f"ended with {how_it_ended(code)}" if code is not None else "closed its end"
         words = process.last_words()
         pid = process.pid
+        self._ended()
+        return IsolatedKernelError(f"process {pid} of {self.name} {how}, in {what}{f': {words}' if words else ''}")
+
+    def _ended(self) -> None:
+        """End what is left of a process that can run no more calls, and note that it ended by itself."""
         self.end()
         self.ends, self._in_a_row = self.ends + 1, self._in_a_row + 1
         if self._in_a_row > 1:
             rest_s = min(FIRST_REST_S * 2 ** (self._in_a_row - 2), LONGEST_REST_S)
             self._rests_until = time.monotonic() + rest_s
-        return IsolatedKernelError(f"process {pid} of {self.name} {how}, in {what}{f': {words}' if words else ''}")
 
     def _greeted(self, process: Process) -> Hello:
         """Wait until the child serves."""
