@@ -133,9 +133,9 @@ _DEMANDS = {
 
 UNASKED = Reason(
     ReasonCode.POLICY_DENIED,
-    "batch_invariant and require_tp_invariant: false",
-    "a kernel that runs unasked",
-    "one that a setting asks for",
+    "batch_invariant and require_tp_invariant",
+    "one of them true",
+    "both false",
 )
 """Why a slower kernel with such bits is left out where no setting asks for them."""
 

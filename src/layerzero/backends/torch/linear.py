@@ -252,9 +252,9 @@ _THEN = kernel(
     FLOATS,
     # a product has a kernel of its own, without Python around it
     limit.rule(
-        "activation: one, or another dtype of the result",
+        "activation: given, or out_dtype another",
         lambda facts: facts["activation"] is not None or facts["out_dtype"] is not None,
-        got="a product alone: torch.linear",
+        got="neither: torch.linear has the product alone",
     ),
     accepts=("bias", "activation", "out_dtype"),
     **_AS_TORCH,
