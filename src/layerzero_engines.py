@@ -101,7 +101,7 @@ def _register_sglang() -> None:
     if known is _sglang_backend:
         return
     if known is not None:
-        raise RuntimeError(f"{NAME}: wanted a name that nobody registered, got {known!r}")
+        raise RuntimeError(f"{NAME}: wanted a name that is free, got {known!r}")
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_sglang_backend)
 
@@ -118,7 +118,7 @@ def _register_vllm() -> None:
 
     custom = AttentionBackendEnum.CUSTOM
     if custom.is_overridden() and custom.get_path() != BACKEND:
-        raise RuntimeError(f"CUSTOM: wanted a backend that nobody registered, got {custom.get_path()}")
+        raise RuntimeError(f"CUSTOM: wanted a place that is free, got {custom.get_path()}")
     _choose(type(current_platform), custom, on_cpu=bool(current_platform.is_cpu()))
     register_backend(custom, BACKEND)
 

@@ -37,7 +37,7 @@ is loaded. A file of the setting that is wrong stops every call with an error th
 mended.
 
 With `"mode": "replace"`, the entry's limits take the place of the kernel's limits that are data: a bound may then be
-wider than the declared one, on the word of whoever wrote the descriptor. Limits that are code, dtypes, platforms,
+wider than the declared one, on the word of the descriptor's author. Limits that are code, dtypes, platforms,
 layout, operations, arguments and flags are narrowed in this mode, too; they are never extended.
 
 This one lets torch's CPU kernel have heads of at most 32:"""

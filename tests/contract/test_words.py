@@ -9,7 +9,10 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "src" / "layerzero"
-WORDS = re.compile(r"\b(who|whoever|whom|nobody|he|his|him|told|asked|beside|nearly|spent)\b", re.IGNORECASE)
+WORDS = re.compile(
+    r"\b(who|whoever|whom|nobody|somebody|someone|anybody|anyone|he|his|him|told|asked|beside|nearly|spent)\b",
+    re.IGNORECASE,
+)
 NAME = re.compile(r"``[^`]*``|:\w+:`[^`]*`|`[^`]*`|\{[^{}]*\}|^ *[\w*, ]+: |\w*_\w*|\w+\.\w+", re.MULTILINE)
 """Names of code, which the rule is not about: in backquotes, in braces, before a colon, with ``_`` or a dot."""
 

@@ -49,9 +49,9 @@ def test_sglangs_entry_point_registers_without_importing_the_backend(sglang, mon
     assert "layerzero.integrations.sglang" not in sys.modules
     registered["layerzero"] = "another"
     layerzero_engines.sglang_plugin()
-    assert "is not LayerZero here: RuntimeError: layerzero: wanted a name that nobody registered" in caplog.text
+    assert "is not LayerZero here: RuntimeError: layerzero: wanted a name that is free" in caplog.text
     assert registered == {"layerzero": "another"}
-    with pytest.raises(RuntimeError, match="wanted a name that nobody registered, got 'another'"):
+    with pytest.raises(RuntimeError, match="wanted a name that is free, got 'another'"):
         layerzero_engines.register_sglang()
 
 

@@ -106,9 +106,9 @@ def test_on_other_devices_latent_attention_alone_is_chosen_here(platform):
 def test_the_entry_point_says_why_it_refuses_and_lets_vllm_start(platform, caplog):
     platform.taken[platform.custom] = "another.Backend"
     layerzero_engines.vllm_plugin()
-    assert "CUSTOM: wanted a backend that nobody registered, got another.Backend" in caplog.text
+    assert "CUSTOM: wanted a place that is free, got another.Backend" in caplog.text
     assert platform.taken == {platform.custom: "another.Backend"}
-    with pytest.raises(RuntimeError, match="wanted a backend that nobody registered"):
+    with pytest.raises(RuntimeError, match="wanted a place that is free"):
         layerzero_engines.register_vllm()
     platform.taken.clear()
     del platform.cpu.get_attn_backend_cls

@@ -227,7 +227,7 @@ int state_read(EagerState *state)
     return 1;
 }
 
-/* The number of open policy scopes, told by whoever opens and closes one. */
+/* The number of open policy scopes, told by what opens and closes one. */
 PyObject *state_set_scopes(PyObject *module, PyObject *count)
 {
     (void)module;

@@ -77,7 +77,7 @@ def _small(*tensors: Tensor) -> bool:
 
 
 def _where(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[int, int, int]:
-    """Where their memory begins: somebody may give a tensor another."""
+    """Where their memory begins: a tensor may get another."""
     return cos.data_ptr(), sin.data_ptr(), positions.data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""Facts that remember what was read of them: what a kernel was made for, without anybody declaring it.
+"""Facts that remember what was read of them: what a kernel was made for, without a declaration.
 
 ``Kernel.load``, ``build_key``, ``prebuilt``, ``workspace_bytes`` and limits are functions of a call's facts. Two calls
 that agree in all that such a function read take the same path through it and get the same answer. So calls that share

@@ -128,7 +128,7 @@ class Operation:
         scratch: elements that the reference needs for more than the tensors (scores), from the sizes of a call.
         parts: pieces of a call that is too large to be computed in float64 as a whole; None where it cannot be cut.
         sweep: the cases that are worth measuring on a kind of device (``cpu``, ``cuda``), in any order; other sizes
-            where somebody asks for them by name, none where the operation does not know the name.
+            where they are named, none where the operation does not know the name.
         class_facts: facts that tell classes of calls apart in place of their sizes: what a verdict is about. For an
             operation whose kernels are right or wrong for an object (a tokenizer), whatever the sizes.
         plain: what an operation without tensors has in place of what tensors are drawn and compared by.

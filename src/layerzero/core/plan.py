@@ -150,7 +150,7 @@ class Report(msgspec.Struct, frozen=True):
     Attributes:
         operation: the routed operation.
         facts: what was known about the call.
-        ranked: the candidates, or what judges those that could not win, once somebody looks.
+        ranked: the candidates, or what judges those that could not win, once they are read.
         chosen: the winner, None if nothing is legal.
         locked: the lock that decided, as ``pattern=kernel``.
         notes: what else a reader should know (an assumed layout, what a lock costs).

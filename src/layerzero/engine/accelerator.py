@@ -164,7 +164,7 @@ def _in_plain_state(work: Callable[[], None]) -> None:
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001  # raised below, where somebody hears it
+        except BaseException as error:  # noqa: BLE001  # raised below, where the caller hears it
             failures.append(error)
 
     thread = threading.Thread(target=run, name="layerzero-setup")

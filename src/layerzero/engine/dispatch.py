@@ -143,13 +143,13 @@ class Engine:
             self.bump()
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell somebody of every call that runs. No plan is kept until the last one stops: hits would go unseen."""
+        """Call a watcher for every call that runs. No plan is kept until the last one stops: hits would go unseen."""
         with self._lock:
             self.watchers = (*self.watchers, watcher)
         self.bump()
 
     def unwatch(self, watcher: Watcher) -> None:
-        """Tell that one no more."""
+        """Call that watcher no more."""
         with self._lock:
             self.watchers = tuple(each for each in self.watchers if each != watcher)
         self.bump()
@@ -216,7 +216,7 @@ class Dispatcher:
         while True:
             machine = probe.this_machine()  # anew: a library that did not load is out, with all its kernels
             report, judged = self.explain(arguments, policy, machine=machine, failed=failed, complete=False)
-            if report.chosen is None or report.chosen.kernel.is_reference:  # someone may ask why
+            if report.chosen is None or report.chosen.kernel.is_reference:  # its reader may ask why
                 report = with_every_reason(report, policy, machine)
             if self.engine.frozen is not None:
                 self.engine.frozen.refuse(report, policy)

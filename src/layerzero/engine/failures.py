@@ -96,7 +96,7 @@ def says_out_of_memory(text: str) -> bool:
 
 
 _NOT_CHANGEABLE = ("is being modified inplace", "is being used in an in-place operation")
-"""torch's words for what autograd does not let anybody write into: leaves, their views, one of several views."""
+"""torch's words for what autograd does not let code write into: leaves, their views, one of several views."""
 
 _NOT_SAVED = "Inference tensors cannot be saved for backward"
 """torch's words for a call that records gradients with a tensor for which none can be computed."""

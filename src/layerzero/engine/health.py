@@ -2,7 +2,7 @@
 
 An exception that comes up through a kernel may not be its own. Activation checkpointing ends a recomputation by an
 exception out of a saved-tensor hook, a hook that offloads tensors may run out of memory, and a program's signal handler
-may raise anywhere. Somebody further up waits for it, so it passes through as it is: no kernel failed, and none is tried
+may raise anywhere. A caller further up waits for it, so it passes through as it is: no kernel failed, and none is tried
 in its place.
 """
 

@@ -1,8 +1,8 @@
 """The choice among judged kernels, and the report that tells it.
 
 Where nothing was measured, priority decides, and kernels of a lower one than a legal kernel's cannot win. They are not
-judged on a miss, but when somebody reads the report; what they are judged by is the facts of the call and the policy
-that it was made under, which do not change. Nor are all reasons of a refused kernel found before somebody asks.
+judged on a miss, but when the report is read; what they are judged by is the facts of the call and the policy
+that it was made under, which do not change. Nor are all reasons of a refused kernel found before they are read.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _wants_elements(lock: Lock, ranked: Sequence[Candidate]) -> bool:
 
 
 def with_every_reason(report: Report, policy: Policy, machine: Machine) -> Report:
-    """The report of a choice, with every reason of the refused kernels once somebody reads it.
+    """The report of a choice, with every reason of the refused kernels once it is read.
 
     They are those found when the choice was made, and those that the call, the policy and the libraries give.
     """
@@ -232,7 +232,7 @@ def _bound(report: Report) -> tuple[str, ...]:
 
 
 PLACE: ContextVar[str] = ContextVar("layerzero_place", default="")
-"""The path of the module that a call is made in, as far as somebody follows a model (``lz.trace``)."""
+"""The path of the module that a call is made in, as far as a model is followed (``lz.trace``)."""
 
 
 SHAPES_ONLY = "shapes only: judged as on "

@@ -182,7 +182,7 @@ class PlainWays:
         return _NONE if SCOPES.active or self.dispatcher.engine.watchers else self._base
 
     def scoped(self) -> Table:
-        """The table of the settings that hold here; while somebody listens, one that is gone after the call."""
+        """The table of the settings that hold here; while there are listeners, one that is gone after the call."""
         if self.dispatcher.engine.watchers:
             return {}
         if not SCOPES.active:
@@ -235,7 +235,7 @@ _NONE: Table = {}
 
 
 class _PlainCalls(dict[str, tuple[PlainDispatcher, Callable[..., Any]]]):
-    """The dispatcher and the public function of each name, made when somebody first asks."""
+    """The dispatcher and the public function of each name, made when first wanted."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -131,12 +131,7 @@ _DEMANDS = {
 """By setting, the reason and what is wanted."""
 
 
-UNASKED = Reason(
-    ReasonCode.POLICY_DENIED,
-    "batch_invariant and require_tp_invariant",
-    "one of them true",
-    "both false",
-)
+UNASKED = Reason(ReasonCode.POLICY_DENIED, "batch_invariant and require_tp_invariant", "one of them true", "both false")
 """Why a slower kernel with such bits is left out where no setting asks for them."""
 
 

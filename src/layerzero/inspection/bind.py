@@ -340,7 +340,7 @@ class PlainBound:
         if not self.guard:
             found = self._quick(items)
             return self._binding.finish(self._run(items)) if found is None else found
-        # another table: another epoch or process, settings of a block, or somebody listens
+        # another table: another epoch or process, settings of a block, or a listener
         if self._ways.table is not self._table or (self._changed is not None and self._changed()):
             return self._anew(items)
         try:

@@ -215,7 +215,7 @@ class ProcessorSwap:
             self.module.processor = self._twin
 
     def off(self) -> None:
-        """Give back what it had, except where somebody chose another one meanwhile."""
+        """Give back what it had, except where another one was chosen meanwhile."""
         if not self.is_on:
             return
         if self._backend is not None:

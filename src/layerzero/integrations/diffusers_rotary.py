@@ -279,7 +279,7 @@ class RotationSwap:
         return self.module.processor is self._twin
 
     def on(self) -> None:
-        """Let LayerZero rotate, except where somebody chose another processor meanwhile."""
+        """Let LayerZero rotate, except where another processor was chosen meanwhile."""
         if self.module.processor is self.before:
             self.module.processor = self._twin
 

@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
     Dtype: all three the same floating dtype; the output has it too; under autocast that of autocast.
     Args:
         attn_mask: broadcastable to (B, H, S_q, S_k); bool, True attends; or float, added to scores.
-        dropout_p: probability of dropping an attention weight, whether or not somebody trains.
+        dropout_p: probability of dropping an attention weight, in training or not.
         is_causal: a query sees the keys up to its own position, counted from the first.
         scale: factor on the scores, 1/sqrt(D) by default.
         enable_gqa: whether several queries' heads may share one of keys and values.

@@ -144,7 +144,7 @@ def _learned(module: Any) -> Gate | str:
         rows = [torch.randn(8, width, generator=generator, dtype=torch.float32) * size for size in SIZES]
         try:
             expected = [module._apply_gate(each.clone()) for each in rows]
-        except Exception as error:  # noqa: BLE001  # whatever a class of somebody else's raises
+        except Exception as error:  # noqa: BLE001  # whatever a foreign class raises
             return f"its gate cannot be evaluated ({in_short(error)})"
         alpha, limit = numbers_of(module)
         for activation in GATES:

@@ -119,7 +119,7 @@ def _in_one_memory(inputs: list[TensorSchema], recipe: CallRecipe) -> list[list[
     """Tensors that lie in one memory: those whose rows stand in the gaps that the one before leaves in its own.
 
     The latent and the rotated part of a cache, cosines and sines, gate and up are columns of one tensor wherever
-    somebody cares, and libraries that read both through one pointer copy them otherwise: a tuned latent decode never
+    it matters, and libraries that read both through one pointer copy them otherwise: a tuned latent decode never
     chose FlashMLA, 1.11 times as fast as what it chose (H200, 64 sequences of 16384 tokens, 2026-11-24).
     """
     found: list[list[TensorSchema]] = []

@@ -115,7 +115,7 @@ class Build:
 
 
 class _Source(SourceFileLoader):
-    """Source without bytecode: digests leave that out, and Python would run what somebody put there."""
+    """Source without bytecode: digests leave that out, and Python would run what was put there."""
 
     def path_stats(self, path: str | bytes) -> NoReturn:  # noqa: ARG002  # comes before any bytecode is read
         raise OSError(errno.ENOTSUP, "no bytecode is read or written")

@@ -336,7 +336,7 @@ def _build(revisions: Sequence[Found], allow: Sequence[str], locked: Mapping[str
         return checked(found, allow, locked)
     except RefusedBuildError as error:
         reason = error.reason
-    except Exception as error:  # noqa: BLE001  # of a package that checks, over files that somebody planted
+    except Exception as error:  # noqa: BLE001  # of a package that checks, over files that were planted
         reason = RefusedBuildError(f"{found.repo} files", "what can be read", f"{type(error).__name__}: {error}").reason
     return Build(found.repo, str(found.path), found.revision, refused=reason)
 

@@ -40,7 +40,7 @@ class KVCache(CachedSequences):
                 lz.append_paged_kv_(key, value, layer, slot_mapping=step.slots)
                 output = lz.paged_attention(query, layer, step=step)
 
-    Sequences have pages; one that is forked shares them until somebody writes. Where a sequence has a row of its own
+    Sequences have pages; one that is forked shares them until one writes. Where a sequence has a row of its own
     (``contiguous``, ``virtual``, ``unified``) a row is a page of ``max_length`` tokens, and :meth:`rows` gives tensors
     for contiguous kernels.
 
@@ -56,7 +56,7 @@ class KVCache(CachedSequences):
         device: where it lies; the CPU if None.
         strategy: one of :class:`layerzero.KVCacheStrategy`, whatever the facts say; chosen by them if None.
         captured: whether steps are replayed as CUDA graphs; a fact for the choice.
-        scales: of a cache of float8 or int8, one for the ``tensor`` (1 until somebody sets it), for a ``head``, or for
+        scales: of a cache of float8 or int8, one for the ``tensor`` (1 until it is set), for a ``head``, or for
             each ``token`` and head, which :meth:`layerzero.ops.kv.layer.CacheLayer.fit_scales` sets.
         limit_bytes: the most memory that a virtual cache takes.
     Attributes:
@@ -360,7 +360,7 @@ class CacheUsage:
 
     @property
     def used_pages(self) -> int:
-        """Pages that somebody has."""
+        """Pages that sequences have."""
         return self.pages - self.free_pages
 
     @property

@@ -350,7 +350,7 @@ class Book:
         self._free = [page for page, count in enumerate(self.users) if not count]
 
     def held(self) -> dict[int, int]:
-        """By each page that somebody has, how many of its tokens are used."""
+        """By each page that a sequence has, how many of its tokens are used."""
         found: dict[int, int] = {}
         for entry in self.entries.values():
             for number, page in enumerate(entry.pages):

@@ -164,7 +164,7 @@ class Virtual(Fixed):
             return
         coming = self._coming.pop(page, None)
         if coming is not None and self._wanted(tokens) > self._has[page]:
-            coming.exception()  # one that failed is tried again here, where somebody hears of it
+            coming.exception()  # one that failed is tried again here, where the caller hears of it
         if self._grow(page, tokens):
             self.waited_growths += 1
 
@@ -228,7 +228,7 @@ class Virtual(Fixed):
         if self._worker is not None:
             self._worker.shutdown(wait=True)
         self.layers = []
-        self._mapped.rooms[:] = [0] * self._pages  # views of it that somebody kept lead nowhere
+        self._mapped.rooms[:] = [0] * self._pages  # views of it that were kept lead nowhere
         self._range.close()
 
 

@@ -242,7 +242,7 @@ def withdraw(owner: object, tensors: Mapping[str, Tensor]) -> None:
 
 
 def guard(function: str, layout: str | None) -> Callable[..., None] | None:
-    """What refuses caches that somebody says are written in another layout, and places that have no memory yet.
+    """What refuses caches that a caller says are written in another layout, and places that have no memory yet.
 
     None where all caches say this layout and are there from the beginning.
     """

@@ -90,7 +90,7 @@ _TREES: dict[int, _Seen] = {}
 
 
 def check(function: str, mask: Tensor, starts: Tensor) -> None:
-    """Look at a mask on the host, once until somebody writes into it or into its starts.
+    """Look at a mask on the host, once until it or its starts are written into.
 
     Torch counts writes, but not those past it, by numpy say, which are not seen. It counts none of tensors of inference
     mode: a copy is compared. Raises: InvalidCallError.

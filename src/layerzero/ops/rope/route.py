@@ -134,7 +134,7 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
 
 
 def named_layout(function: str, layout: object, ndim: int) -> str:
-    """A layout that somebody named. Raises: InvalidCallError for what is none, and for one of three axes."""
+    """A layout that a caller named. Raises: InvalidCallError for what is none, and for one of three axes."""
     if not isinstance(layout, str) or layout not in HEADS_AXIS:
         raise InvalidCallError(function, [f"layout: wanted BSHD or BHSD, got {told(layout)}"])
     if ndim == 3 and layout != "BSHD":

@@ -1,4 +1,4 @@
-"""What somebody without LayerZero writes: filter sorted probabilities, and torch.multinomial."""
+"""What code without LayerZero does: filter sorted probabilities, and torch.multinomial."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def export_prior(table: Table, file: Path) -> None:
 
 
 def read_export(file: Path) -> tuple[list[Row], list[Finding], list[PassedBuild]]:
-    """Read a file of rows that somebody else wrote, strictly; each says where it came from. And what lies behind them.
+    """Read a file of rows of another machine, strictly; each says where it came from. And what lies behind them.
 
     Raises: BadFileError with the first problems and their lines, OSError.
     """

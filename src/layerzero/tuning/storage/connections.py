@@ -35,7 +35,7 @@ PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def code_of(error: Exception) -> int:
-    """SQLite's code for an error, 0 for one of somebody else."""
+    """SQLite's code for an error, 0 for any other."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 

@@ -43,7 +43,7 @@ class Database:
     Attributes:
         path: the file, None for memory only.
         named: the file that was wanted.
-        aside: files that this process moved aside, until somebody has looked what can be saved of them.
+        aside: files that this process moved aside, until a repair has looked what can be saved of them.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -73,7 +73,7 @@ class Database:
         return self._memory is None and (self.path is None or not os.access(self._name, os.F_OK))
 
     def is_open(self) -> bool:
-        """Whether somebody has written, as far as the last question saw."""
+        """Whether any process has written, as far as the last question saw."""
         return self._reader is not None and self._reader.is_open
 
     def read(self, statement: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:

@@ -173,7 +173,7 @@ class RecordFolder(RecordFiles):
     # listing
 
     def changed(self) -> bool:
-        """Whether anybody, this process included, may have written since the folder was listed."""
+        """Whether any process, this one included, may have written since the folder was listed."""
         return self.changed_ns() != self._seen_ns
 
     def scan(self) -> list[tuple[Path, Record]]:

@@ -86,7 +86,7 @@ class Journal:
         return self._file
 
     def close(self) -> None:
-        """Let go of the journal; what is in it is merged by somebody."""
+        """Let go of the journal; another process merges what is in it."""
         if self._file is not None:
             file, self._file = self._file, None
             os.close(file)

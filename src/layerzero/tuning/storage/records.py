@@ -257,7 +257,7 @@ class RecordFiles:
         return stamp if time.time_ns() - stamp > _UNSETTLED_NS else -1
 
     def changed_ns(self) -> int:
-        """When anybody last changed the folder, or what was set aside in it; -1 where there is none."""
+        """When the folder last changed, or what was set aside in it; -1 where there is none."""
         try:
             stamp = os.stat(self.path).st_mtime_ns  # noqa: PTH116  # once a second, and on misses
         except OSError:
@@ -334,7 +334,7 @@ class RecordFiles:
                 path.unlink(missing_ok=True)
             else:
                 path.replace(target)
-        except FileNotFoundError:  # somebody emptied the folder: nothing is left to rename
+        except FileNotFoundError:  # another process emptied the folder: nothing is left to rename
             return True
         except OSError as error:
             self._cannot(error)

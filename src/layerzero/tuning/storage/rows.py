@@ -252,7 +252,7 @@ def now() -> str:
 
 
 MAX_SAMPLES = 2**53
-"""More than anybody takes; what is above does not fit the database's integers at some point."""
+"""More than any call takes; what is above does not fit the database's integers at some point."""
 
 
 def check(row: Row) -> None:

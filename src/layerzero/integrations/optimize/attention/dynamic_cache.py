@@ -54,7 +54,7 @@ class _Room:
         """Whether these are the views that the layer got, nothing stands behind them, and so many tokens fit there."""
         if self._memory is None or self._views[0]() is not keys or self._views[1]() is not values:
             return False
-        if self._about != _about(keys, values):  # somebody gave a tensor other data: `keys.data = ...`
+        if self._about != _about(keys, values):  # a tensor got other data: `keys.data = ...`
             return False
         if keys.is_inference() and not torch.is_inference_mode_enabled():
             return False  # may not be written into

@@ -55,7 +55,7 @@ class Restored:
         self.config, self.before = config, before
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, str, str]]:
-        now: str = self.config._attn_implementation  # somebody may have chosen another one meanwhile
+        now: str = self.config._attn_implementation  # another one may have been chosen meanwhile
         return setattr, (self.config, _SETTING, self.before if now == NAME else now)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Restored:
@@ -98,7 +98,7 @@ class AttentionSwap:
         self._keep()
 
     def off(self) -> None:
-        """Give every configuration what it had, except where somebody chose another one meanwhile."""
+        """Give every configuration what it had, except where another one was chosen meanwhile."""
         for config, before in self._before:
             if config._attn_implementation == NAME:
                 config._attn_implementation_internal = before

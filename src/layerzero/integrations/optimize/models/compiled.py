@@ -245,7 +245,7 @@ class Over(Swap):
             attributes["forward"] = MethodType(self.forward, self.module)
 
     def off(self) -> None:
-        """Take it off the module, which has the forward beneath again; so has one that somebody put around it since."""
+        """Take it off the module, which has the forward beneath again; so has one that was put around it since."""
         attributes, beneath = self.module.__dict__, self._beneath
         if beneath is None or beneath.over is None:
             super().off()

@@ -226,4 +226,4 @@ class Numbers:
 
 
 DRAWING: ContextVar[Drawing | None] = ContextVar("layerzero_drawing", default=None)
-"""What a step draws by; None where somebody wants its logits alone."""
+"""What a step draws by; None where its logits alone are wanted."""

@@ -151,7 +151,7 @@ class Held:
 
     @property
     def layers(self) -> list[Any]:
-        """The layers that somebody has, and took no tokens out of."""
+        """The layers that a caller has, and took no tokens out of."""
         living = [layer for each in self._layers if (layer := each()) is not None]
         return [each for each in living if vars(each).get("_held") is self]
 
@@ -163,7 +163,7 @@ class Held:
         return all(mine() is each and vars(each).get("_held") is self for mine, each in pairs)
 
     def release(self) -> None:
-        """Give every layer that somebody has memory of its own."""
+        """Give every layer that a caller has memory of its own."""
         for each in self.layers:
             release(each, self)
         self.memory.held = None

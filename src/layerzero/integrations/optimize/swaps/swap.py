@@ -209,7 +209,7 @@ def is_swapped(module: Module) -> bool:
 
 
 def has_own_forward(module: Module) -> bool:
-    """Whether somebody put another forward on this instance; one of ours that outlived its undoing counts for none.
+    """Whether other code put another forward on this instance; one of ours that outlived its undoing counts for none.
 
     Code that had put another one around it may have put ours back later.
     """
@@ -257,7 +257,7 @@ class Swap:
     def off(self) -> None:
         """Take it off the module, which has its class's forward again. Off already, or another's: leave it.
 
-        A forward that somebody put around it since (accelerate's, of a hook) stays, and finds the class's beneath.
+        A forward that was put around it since (accelerate's, of a hook) stays, and finds the class's beneath.
         """
         if self.is_on:
             _strip(self.module.__dict__, self.forward)
