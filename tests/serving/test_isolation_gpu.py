@@ -60,6 +60,7 @@ def _cuda(monkeypatch):
     cuda = Cuda()
     fakes = {
         "MemPool": object,
+        "device": lambda _: contextlib.nullcontext(),
         "use_mem_pool": lambda *_: contextlib.nullcontext(),
         "get_allocator_backend": lambda: "native",
         "Event": lambda: types.SimpleNamespace(record=cuda.note("record")),
@@ -229,6 +230,7 @@ def test_a_buffer_grows_by_a_new_handle_and_is_kept_otherwise(library, cuda):
     assert [each.use for each in opens(library)] == [GIVEN, RESULTS, GIVEN, RESULTS]
     assert [each.handle[2] for each in opens(library)] == [arenas.LEAST_BYTES] * 2 + [1 << 22] * 2
     assert cuda.calls.count("release True") == 4, "torch keeps no memory for a process that ended"
+    assert all(each.handle[4:6] != RELEASED for each in opens(library)), "nothing counts below 0 either"
     assert len({each.mark for each in opens(library)}) == 4
 
 

@@ -137,10 +137,8 @@ class DeviceMemory:
 GIVEN, RESULTS = 0, 1
 """What a buffer is for."""
 
-LEAST_BYTES = 1 << 21
-"""Of a buffer: less than a segment takes the device as much."""
-
-_MARK = 16
+LEAST_BYTES = 1 << 21  # of a buffer: less than a segment takes the device as much
+_MARK, _NO_COUNTER = 16, b"/layerzero_has_no_counter"
 _LINE = 64  # of an address: tensors keep it, so that a vector load finds them as aligned as they were
 
 
@@ -155,15 +153,16 @@ class Buffer(DeviceMemory):
         """Raises: RuntimeError, in words of torch's, where this memory has no handle; OutOfMemoryError."""
         if (backend := torch.cuda.get_allocator_backend()) != "native":
             raise RuntimeError(f"the allocator {backend} of torch gives no handles")
-        pool = torch.cuda.MemPool()
-        with torch.inference_mode(mode=False), torch.cuda.use_mem_pool(pool, device):
-            super().__init__(torch.empty(size, dtype=torch.uint8, device=device))
+        with torch.inference_mode(mode=False), torch.cuda.device(device):
+            pool = torch.cuda.MemPool()  # of the current device
+            with torch.cuda.use_mem_pool(pool, device):
+                super().__init__(torch.empty(size, dtype=torch.uint8, device=device))
         self._pool = pool
-        storage = self.data.untyped_storage()
-        self.handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
-        # torch would keep this memory for ever once a process ended that had opened it; here the last one to use it
-        # has answered or ended before it is freed
-        torch.UntypedStorage._release_ipc_counter_cuda(*self.handle[4:6])
+        handle = self.data.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+        # torch counts processes that opened this, and frees it at 0 only: never, if one ended. It is freed here once
+        # the last one answered or ended; so none is counted, and none finds a counter to make it less than 0
+        torch.UntypedStorage._release_ipc_counter_cuda(*handle[4:6])
+        self.handle = (*handle[:4], _NO_COUNTER, 0, *handle[6:])
 
     def marked(self) -> bytes:
         """Its first bytes, drawn anew."""
@@ -214,7 +213,7 @@ class Gpu:
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let copies of a call wait for those of the call before. Raises: IsolatedKernelError for what cannot cross."""
         if torch.cuda.is_current_stream_capturing():
-            raise IsolatedKernelError("wanted no capture of a CUDA graph: the launch happens in another process")
+            raise IsolatedKernelError("wanted no capture of a CUDA graph: another process launches the kernel")
         if elsewhere := [each.device for each in tensors if each.device != self.device]:
             raise IsolatedKernelError(f"wanted all tensors on {self.device}, got one on {elsewhere[0]}")
         torch.cuda.current_stream(self.device).wait_event(self._read)
