@@ -305,13 +305,18 @@ def test_memory_that_runs_out_is_no_limit_of_ipc(library, monkeypatch):
     assert not library._gpu(DEVICE).reason
 
 
-def test_a_capture_and_tensors_of_another_device_are_refused(library, monkeypatch):
+def test_a_capture_and_tensors_of_another_device_are_refused(library, cuda, monkeypatch):
     with pytest.raises(IsolatedKernelError, match="wanted all tensors on cpu, got one on meta"):
         call(library, torch.add, torch.ones(8), torch.ones(8, device="meta"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(IsolatedKernelError, match="wanted no capture of a CUDA graph"):
-        call(library, torch.neg, torch.ones(8))
     assert not any(isinstance(each, Run) for each in library.worker.asked)
+    library.worker.end()
+    library.worker.asked.clear()
+    cuda.calls.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    load = messages.Load(0, [], "", "", None, {}, {}, "cpu")
+    with pytest.raises(IsolatedKernelError, match="wanted no capture of a CUDA graph"):
+        library.call(load, b"key", (torch.ones(8),), {}, frozenset(), 1.0, DEVICE, builds=False)
+    assert (library.worker.starts, library.worker.asked, cuda.calls) == (1, [], []), "nothing that a capture forbids"
 
 
 def test_a_result_elsewhere_is_an_error(library):

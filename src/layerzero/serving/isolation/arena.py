@@ -212,8 +212,6 @@ class Gpu:
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let copies of a call wait for those of the call before. Raises: IsolatedKernelError for what cannot cross."""
-        if torch.cuda.is_current_stream_capturing():
-            raise IsolatedKernelError("wanted no capture of a CUDA graph: another process launches the kernel")
         if elsewhere := [each.device for each in tensors if each.device != self.device]:
             raise IsolatedKernelError(f"wanted all tensors on {self.device}, got one on {elsewhere[0]}")
         torch.cuda.current_stream(self.device).wait_event(self._read)

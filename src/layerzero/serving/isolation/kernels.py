@@ -82,6 +82,8 @@ class Library:
 
         One that ``builds`` gets the time for that until it gave a result in the process that runs now.
         """
+        if device is not None and torch.cuda.is_current_stream_capturing():  # before anything that a capture forbids
+            raise IsolatedKernelError("wanted no capture of a CUDA graph: another process launches the kernel")
         with self._lock:
             number = (self._loaded.get(key) if self.worker.pid else None) or self._number(load, key)
             if not builds or number in self._built:
