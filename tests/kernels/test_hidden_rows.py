@@ -133,3 +133,18 @@ def test_few_keys_get_a_mask_only_where_a_score_may_be_no_number(monkeypatch, nu
         scores.masked_fill_(torch.ones(10, 10, dtype=torch.bool).triu(1), -math.inf)
     torch.testing.assert_close(got, torch.softmax(scores, -1) @ value, equal_nan=True)
     assert len(made) == masks
+
+
+@pytest.mark.parametrize(("number", "masks"), [(1.0, 0), (math.nan, 1)])
+def test_few_keys_of_a_sequence_get_a_mask_only_where_a_score_may_be_no_number(monkeypatch, number, masks):
+    made = []
+    monkeypatch.setattr(attention, "short_mask", lambda *a, **k: made.append(a) or short_mask(*a, **k))
+    query, (key, value) = torch.randn(20, 16, 8), torch.randn(2, 10, 16, 8)
+    key[3, 2] = number
+    starts = (torch.tensor([0, count], dtype=torch.int32) for count in (20, 10))
+    with lz.scope(locks={"attention.standard.prefill.ragged": "torch.ragged_sdpa"}):
+        got = lz.ragged_attention(query, key, value, *starts, causal=False)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * 8**-0.5
+    wanted = torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1), value)
+    torch.testing.assert_close(got, wanted, equal_nan=True)
+    assert len(made) == masks

@@ -180,8 +180,8 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
     def forward_extend(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,  # SGLang's signature
@@ -191,20 +191,6 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
 
         Shapes: q (T, H * D) → (T, H * D_v).
         """
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, others)
-
-    forward_decode = forward_extend
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save: bool,
-        others: dict[str, Any],
-    ) -> Tensor:
         problems = [f"{name}: wanted None, got {_short(given)}" for name, given in others.items() if given is not None]
         problems += layer_problems(layer, self.chunk_size)
         if self.step is None:
@@ -227,7 +213,7 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
         if self.tree is not None and (scales or window is not None):
             problems.append("spec_info: wanted a chain of drafts over float8 or in a sliding window, got a tree")
         _refuse(problems)
-        if save and k is not None and v is not None:
+        if save_kv_cache and k is not None and v is not None:
             told = (layer.k_scale, layer.v_scale) if scales else ()
             pool.set_kv_buffer(layer, _write_location(forward_batch.out_cache_loc), k, v, *told)
         trees = {} if self.tree is None else {"tree_mask": self.tree}
@@ -244,6 +230,8 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
             **trees,
         )
         return output.flatten(1)
+
+    forward_decode = forward_extend
 
     def _scale(self, given: Tensor | None, query: Tensor) -> Tensor:
         """What numbers of a pool of float8 are multiples of: one number a layer, 1 where the model brings none."""

@@ -111,8 +111,8 @@ def sdpa_operator(name: str) -> Callable[..., Any]:
 def load_cpu_flash(facts: Facts, attend: Attend | None = None) -> Callable[..., Any]:
     """Load torch's fused kernel on a CPU, BHSD, which also gives the log-sum-exp; short rows get a mask."""
     operator = attend or sdpa_operator("flash_attention_for_cpu")
-    causal_here, dtype = facts.get("causal") is True, facts.tensors["query"].dtype
-    recording, math = bool(facts["requires_grad"]), sdpa_operator("attention_math")
+    causal_here, recording = facts.get("causal") is True, bool(facts["requires_grad"])
+    math = sdpa_operator("attention_math")
 
     def flash(
         query: Tensor,
@@ -124,8 +124,9 @@ def load_cpu_flash(facts: Facts, attend: Attend | None = None) -> Callable[..., 
         attn_mask: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
-        if attn_mask is None and key.shape[2] < 16 and not _surely_finite(query, key, scale):
-            causal, attn_mask = False, short_mask(query.shape[2], key.shape[2], dtype, causal=causal_here)
+        few = mask_of_few(query, key, scale, causal=causal_here) if attn_mask is None else None
+        if few is not None:
+            causal, attn_mask = False, few
         elif recording and attn_mask is not None and loses_log_sums(attn_mask):
             grouped = query.shape[1] != key.shape[1]
             return math(query, key, value, attn_mask, 0.0, causal, scale=scale, enable_gqa=grouped)[0]
@@ -144,15 +145,25 @@ def lse_seen(lse: Tensor, mask: Tensor | None) -> Tensor:
     return lse.float()
 
 
-def _surely_finite(query: Tensor, key: Tensor, scale: float | None) -> bool:
-    """Whether no score can be NaN or infinite, by the lengths of query and key; few queries are not worth the look.
+LANES = 16
+"""Keys that a vector of the CPU's operator holds."""
 
-    4,096 queries of 8 numbers on 7 keys: 304 us, with a mask 479, the look 6 (EPYC Zen 5, 2 cores, 2026-11-29).
+
+def mask_of_few(query: Tensor, key: Tensor, scale: float | None, *, causal: bool) -> Tensor | None:
+    """The mask that the CPU's operator needs for fewer keys than a vector holds; None where it needs none.
+
+    That is so where no score can be NaN or infinite, by the lengths of query and key; few queries are not worth the
+    look. 4,096 queries of 8 numbers on 7 keys: 304 us, with a mask 479, the look 6 (EPYC Zen 5, 2 cores, 2026-11-29).
+
+    Shapes: query (B, H, S_q, D), key (B, K, S_k, D) → (S_q, S_k)
     """
-    if query.numel() < 256 * query.shape[3]:
-        return False
-    lengths = [float(torch.linalg.vector_norm(tensor.detach())) for tensor in (query, key)]
-    return lengths[0] * lengths[1] * max(1.0, abs(scale or 0.0)) < 1e38  # Cauchy and Schwarz; NaN is not below
+    if key.shape[2] >= LANES:
+        return None
+    if query.numel() >= 256 * query.shape[3]:
+        lengths = [float(torch.linalg.vector_norm(tensor.detach())) for tensor in (query, key)]
+        if lengths[0] * lengths[1] * max(1.0, abs(scale or 0.0)) < 1e38:  # Cauchy and Schwarz; NaN is not below
+            return None
+    return short_mask(query.shape[2], key.shape[2], query.dtype, causal=causal)
 
 
 @functools.lru_cache(maxsize=16)

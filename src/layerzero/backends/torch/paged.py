@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, always, cpu_attend, kernel, no_atomics, short_mask
+from layerzero.backends.torch.attention import CPU_FLASH, FLOATS, always, cpu_attend, kernel, mask_of_few, no_atomics
 from layerzero.backends.torch.softcap import CAPPED, FITTING_CAP, load_softcap
-from layerzero.backends.torch.varlen import EACH, FLASH, LANES, Slice, attend_each, flash, longest_queries
+from layerzero.backends.torch.varlen import EACH, FLASH, Slice, attend_each, flash, longest_queries
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.attention.limits import SdpaEnabled
@@ -82,8 +82,9 @@ def load_gather(facts: Facts) -> Callable[..., Any]:
                 tokens_of(cache, pages, last)[begin - first * page_size :].transpose(0, 1).unsqueeze(0)
                 for cache in caches
             )
-            mask = short_mask(1, keys.shape[2], query.dtype, causal=False) if keys.shape[2] < LANES else None
-            rows.append(sdpa(heads[row : row + 1], keys, values, attn_mask=mask, scale=scale) if length else nothing)
+            asked = heads[row : row + 1]
+            mask = mask_of_few(asked, keys, scale, causal=False)
+            rows.append(sdpa(asked, keys, values, attn_mask=mask, scale=scale) if length else nothing)
         return torch.cat(rows).reshape(len(query), 1, kv_heads * group, width)
 
     return gather

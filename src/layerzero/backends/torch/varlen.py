@@ -26,8 +26,8 @@ from layerzero.backends.torch.attention import (
     gives_no_lse,
     kernel,
     lse_seen,
+    mask_of_few,
     sdpa_operator,
-    short_mask,
 )
 from layerzero.backends.torch.cpu_half import Attend, attended, attends, in_float32
 from layerzero.backends.torch.cuda_attention import aligned_rows
@@ -37,9 +37,6 @@ from layerzero.core.facts import Facts
 from layerzero.ops.attention.limits import LseWithoutGradient, SdpaEnabled
 from layerzero.ops.attention.reference import attention_bias, with_lse
 from layerzero.ops.ragged import declare as ragged
-
-LANES = 16
-"""Keys that a vector of the CPU's operator holds; see :func:`layerzero.backends.torch.attention.short_mask`."""
 
 Slice = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Queries (S, H, D), keys (S_k, K, D), values (S_k, K, D) and slopes (H,) of one sequence."""
@@ -103,15 +100,14 @@ def _attend(
         dense = query.unsqueeze(0), key.unsqueeze(0)
         mask = attention_bias(*dense, causal=causal, window=window, alibi_slopes=slopes, attn_mask=seen)
         causal = False
-    elif keys < LANES and query.device.type == "cpu":
-        mask, causal = short_mask(queries, keys, query.dtype, causal=causal), False
-    k, v = (each.transpose(0, 1).unsqueeze(0) for each in (key, value))
+    q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    if mask is None and query.is_cpu and (few := mask_of_few(q, k, scale, causal=causal)) is not None:
+        mask, causal = few, False
     if queries == 1 and heads != kv_heads and (mask is None or mask.ndim == 2 or mask.shape[1] == 1):
         q = query.view(1, kv_heads, -1, width)  # heads of a group as so many queries: each key is read once for them
         mask = None if mask is None else mask.expand(*mask.shape[:-2], heads // kv_heads, keys)
         output, lse = operator(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
         return output.reshape(1, heads, -1), None if lse is None else lse_seen(lse, mask).reshape(heads, 1)
-    q = query.transpose(0, 1).unsqueeze(0)
     output, lse = operator(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return output[0].transpose(0, 1), None if lse is None else lse_seen(lse, mask)[0]
 

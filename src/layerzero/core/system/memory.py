@@ -94,9 +94,8 @@ def _of_allocator(index: int) -> Reading:
     reserved, used = (told.get(f"{name}_bytes.all.current", 0) for name in ("reserved", "active"))
     pieces = told.get("inactive_split_bytes.all.current", 0)
     driver_has, total = torch.cuda.mem_get_info(index)
-    if hasattr(torch.cuda, "get_per_process_memory_fraction"):  # torch 2.8 and later
-        share = torch.cuda.get_per_process_memory_fraction(index)
-        driver_has = min(driver_has, max(0, int(share * total) - reserved)) if share < 1 else driver_has
+    share = torch.cuda.get_per_process_memory_fraction(index)
+    driver_has = min(driver_has, max(0, int(share * total) - reserved)) if share < 1 else driver_has
     kept = max(0, reserved - used)
     piece = 0
     if kept * SMALL_SHARE > driver_has:

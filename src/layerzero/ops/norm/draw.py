@@ -39,25 +39,20 @@ def rms_norm(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     return draw.poison(arguments, tuple(arguments)) | _eps(draw)
 
 
-def add_residual_rms_norm_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
-    """Draw a call of ``lz.add_residual_rms_norm_``."""
+def add_residual_rms_norm_(draw: Draw, dtype: torch.dtype, written: tuple[str, ...] = ("residual",)) -> dict[str, Any]:
+    """Draw a call of ``lz.add_residual_rms_norm_``; no axis of what is written into is expanded."""
     rows, hidden = _norm_sizes(draw)
     arguments = {
-        "input": draw.laid_out(draw.normal((*rows, hidden), dtype)),
-        "residual": draw.laid_out(draw.normal((*rows, hidden), dtype), expand=False),
-        "weight": draw.laid_out(draw.normal((hidden,), dtype)),
+        name: draw.laid_out(draw.normal((*rows, hidden), dtype), expand=name not in written)
+        for name in ("input", "residual")
     }
+    arguments["weight"] = draw.laid_out(draw.normal((hidden,), dtype))
     return draw.poison(arguments, tuple(arguments)) | _eps(draw)
 
 
 def add_rms_norm_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.add_rms_norm_``."""
-    rows, hidden = _norm_sizes(draw)
-    arguments = {
-        name: draw.laid_out(draw.normal((*rows, hidden), dtype), expand=False) for name in ("input", "residual")
-    }
-    arguments["weight"] = draw.laid_out(draw.normal((hidden,), dtype))
-    return draw.poison(arguments, tuple(arguments)) | _eps(draw)
+    return add_residual_rms_norm_(draw, dtype, ("input", "residual"))
 
 
 def layer_norm(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:

@@ -119,12 +119,17 @@ def _reference(attend: Callable[..., Any], tensors: int) -> Callable[..., Any]:
         tables, (key_scale, value_scale) = rest[:tensors], rest[tensors:]
         wide = torch.promote_types(query.dtype, torch.float32)
         keys, values = dequantized(key_cache, key_scale, wide), dequantized(value_cache, value_scale, wide)
-        found = attend(query.to(wide), keys, values, *tables, **arguments)
-        if isinstance(found, tuple):
-            return found[0].to(query.dtype), found[1]
-        return found.to(query.dtype)
+        return _attended(attend, query, keys, values, *tables, **arguments)
 
     return reference
+
+
+def _attended(attend: Callable[..., Any], query: Tensor, keys: Tensor, *others: Tensor, **arguments: Any) -> Any:
+    """Attend in the dtype of the keys; the output in that of the queries."""
+    found = attend(query.to(keys.dtype), keys, *others, **arguments)
+    if isinstance(found, tuple):
+        return found[0].to(query.dtype), found[1]
+    return found.to(query.dtype)
 
 
 DERIVED = ("cache_dtype", "scale_axes")
@@ -159,10 +164,7 @@ def _converting(attend: Callable[..., Any]) -> Callable[..., Any]:
 
     def reference(query: Tensor, key_cache: Tensor, value_cache: Tensor, *tables: Tensor, **arguments: Any) -> Any:
         wide = converted_dtype(query, key_cache)
-        found = attend(query.to(wide), key_cache.to(wide), value_cache.to(wide), *tables, **arguments)
-        if isinstance(found, tuple):
-            return found[0].to(query.dtype), found[1]
-        return found.to(query.dtype)
+        return _attended(attend, query, key_cache.to(wide), value_cache.to(wide), *tables, **arguments)
 
     return reference
 

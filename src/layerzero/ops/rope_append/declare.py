@@ -44,18 +44,33 @@ def rope_append_reference(
     key_cache: Tensor,
     value_cache: Tensor,
     positions: Tensor,
+    slot_mapping: Tensor | None = None,
     *,
     interleaved: bool = False,
 ) -> Tensor:
     """Rotate queries and keys; write each token's key and value into its sequence's cache, at its position.
 
+    With slots into these, -1 into none.
+
     Shapes: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v), cos and sin (P, R/2), key_cache (B, L, K, D),
-    value_cache (B, L, K, D_v), positions (B, S), (1, S) or (S,) → (B, S, H, D). Mutates both caches.
-    Dtype, units and source: as of ``posenc.rope``.
+    value_cache (B, L, K, D_v), positions (B, S), (1, S) or (S,) → (B, S, H, D). Mutates both caches. With slots query
+    (T, H, D), key (T, K, D), value (T, K, D_v), caches as of ``kv.append.paged``, positions and slot_mapping (T,) →
+    (T, H, D).
+    Dtype, units and source: as of ``posenc.rope`` and ``kv.append.paged``.
     """
     turned, key = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
-    write_rows(key, value, key_cache, value_cache, positions)
+    write(key, value, key_cache, value_cache, positions, slot_mapping)
     return turned
+
+
+def write(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, positions: Tensor, slots: Tensor | None
+) -> None:
+    """Write tokens into the slots of a paged cache, or into rows where there are none."""
+    if slots is None:
+        write_rows(key, value, key_cache, value_cache, positions)
+    else:
+        append_paged_kv_(key, value, key_cache, value_cache, slots)
 
 
 def write_rows(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, positions: Tensor) -> None:
@@ -65,30 +80,6 @@ def write_rows(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tenso
     sequences = torch.arange(batch, device=key.device).unsqueeze(1)
     key_cache[sequences, places] = key
     value_cache[sequences, places] = value
-
-
-def rope_append_paged_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    *,
-    interleaved: bool = False,
-) -> Tensor:
-    """Rotate queries and keys; write each token's key and value into its slot, -1 into none.
-
-    Shapes: query (T, H, D), key (T, K, D), value (T, K, D_v), cos and sin (P, R/2), caches as of ``kv.append.paged``,
-    positions and slot_mapping (T,) → (T, H, D). Mutates both caches.
-    Dtype, units and source: as of ``posenc.rope`` and ``kv.append.paged``.
-    """
-    turned, key = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
-    append_paged_kv_(key, value, key_cache, value_cache, slot_mapping)
-    return turned
 
 
 _PAGE = 16
@@ -248,7 +239,7 @@ ROPE_APPEND = operation(
 ROPE_APPEND_PAGED = operation(
     "kv.rope_append.paged",
     "Rotary positions of queries and keys, keys and values written into the slots of a paged cache",
-    rope_append_paged_reference,
+    rope_append_reference,
     inputs=_inputs("tokens", "pages page_size", *PAGED_PLACES),
     outputs=("query_out: tokens heads head_dim",),
     axes=(Axis("tokens", scales=True, live=True, apart=True), Axis("pages", live=True, works=False), *_HEADS),

@@ -23,7 +23,6 @@ from layerzero.core.operation import Case, Function, Random, Routed, Work
 from layerzero.ops.attention.declare import HEAD_DIM
 from layerzero.ops.declaration import check_dense, eps_problems, operation, tensor
 from layerzero.ops.paged import layout_record
-from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.route import CACHES, check_written, memory_problems
 from layerzero.ops.rope import normed
@@ -31,7 +30,7 @@ from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED
 from layerzero.ops.rope.split import split_qkv_norm_rope_reference
 from layerzero.ops.rope.stock import parts
 from layerzero.ops.rope_append import declare, packed_steps, route
-from layerzero.ops.rope_append.declare import EXACT, PAGED_PLACES, write_rows
+from layerzero.ops.rope_append.declare import EXACT, PAGED_PLACES, write
 from layerzero.ops.rope_append.route import rank_problems, size_problems, varying
 
 _WEIGHTS = ("q_weight", "k_weight")
@@ -63,10 +62,7 @@ def split_append_reference(
     query, key, value = split_qkv_norm_rope_reference(
         qkv, cos, sin, heads=heads, kv_heads=kv_heads, positions=positions, **norm
     )
-    if slot_mapping is None:
-        write_rows(key, value, key_cache, value_cache, positions)
-    else:
-        append_paged_kv_(key, value, key_cache, value_cache, slot_mapping)
+    write(key, value, key_cache, value_cache, positions, slot_mapping)
     return query
 
 

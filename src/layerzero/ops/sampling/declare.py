@@ -229,40 +229,31 @@ def _operation(kind: str, summary: str, rule: formulas.Rule, *params: Param) -> 
         inputs += (seeds_of_rows(),)
     small: dict[str, object] = {each.name: each.example for each in params}
     usual: dict[str, object] = {each.name: _USUAL[kind, each.name] for each in params}
-    return [_from(kind, each, summary, rule, inputs, params, small, usual) for each in ("logits", "probs")]
 
+    def of(source: str) -> Operation:
+        logits = source == "logits"
+        name = f"sampling.{kind}" if logits else f"sampling.{kind}.probs"
+        return operation(
+            name,
+            summary if logits else f"{summary}, from probabilities",
+            _reference(name, rule, logits=logits),
+            inputs=(f"{source}: ... vocab", *inputs, *((TEMPERATURE_BY_ROW,) if logits else ())),
+            outputs=(tensor("ids: ...", IDS),),
+            params=(*params, *((TEMPERATURE,) if logits else ()), SEED, generator_param(source)),
+            axes=AXES,
+            fake=_fake,
+            cases=cases(small, usual),
+            judge=judge(kind, logits=logits),
+            properties=seeded(source, by_row=any(each.seeds for each in inputs)),
+            kind=OpKind.SAMPLING,
+            check_values=check_values,
+            examples=functools.partial(examples, source, usual),
+            work=_work,
+            sweep=functools.partial(sweep, usual),
+            stock=stock.stock(kind, logits=logits),
+        )
 
-def _from(
-    kind: str,
-    source: str,
-    summary: str,
-    rule: formulas.Rule,
-    inputs: tuple[TensorSchema, ...],
-    params: tuple[Param, ...],
-    small: Mapping[str, object],
-    usual: Mapping[str, object],
-) -> Operation:
-    logits = source == "logits"
-    name = f"sampling.{kind}" if logits else f"sampling.{kind}.probs"
-    return operation(
-        name,
-        summary if logits else f"{summary}, from probabilities",
-        _reference(name, rule, logits=logits),
-        inputs=(f"{source}: ... vocab", *inputs, *((TEMPERATURE_BY_ROW,) if logits else ())),
-        outputs=(tensor("ids: ...", IDS),),
-        params=(*params, *((TEMPERATURE,) if logits else ()), SEED, generator_param(source)),
-        axes=AXES,
-        fake=_fake,
-        cases=cases(small, usual),
-        judge=judge(kind, logits=logits),
-        properties=seeded(source, by_row=any(each.seeds for each in inputs)),
-        kind=OpKind.SAMPLING,
-        check_values=check_values,
-        examples=functools.partial(examples, source, usual),
-        work=_work,
-        sweep=functools.partial(sweep, usual),
-        stock=stock.stock(kind, logits=logits),
-    )
+    return [of("logits"), of("probs")]
 
 
 _USUAL: Mapping[tuple[str, str], object] = {
