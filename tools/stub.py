@@ -1,14 +1,12 @@
 """The stub that editors read, ``__init__.pyi``: every exported name, imported from where it is written.
 
-A function is written out where its module cannot say it to a type checker: where a flag decides what it returns, and
-where its signature is made at run time.
+A function is written out where a flag decides what it returns: its module does not say so to a type checker.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -34,7 +32,7 @@ _SOURCES = {
 def stub() -> str:
     """Write the stub from what is exported and declared."""
     known: dict[str, Function | PlainFunction] = {**FUNCTIONS, **PLAIN_FUNCTIONS}
-    homes = {name: function.signature.__module__ for name, function in known.items() if _is_importable(function)}
+    homes = {name: function.signature.__module__ for name, function in known.items() if not _flag(function)}
     functions = [known[name] for name in sorted(known.keys() - homes.keys())]
     written = "\n".join(part for function in functions for part in _functions(function))
     aliases = [f"{alias} = {name}" for alias, name in _PACKAGE["_ALIASES"].items()]
@@ -55,13 +53,6 @@ def stub() -> str:
         written,
     ]
     return "\n".join(parts)
-
-
-def _is_importable(function: Function | PlainFunction) -> bool:
-    """Whether a module has the function's whole signature under its name."""
-    signature = function.signature
-    found = getattr(sys.modules[signature.__module__], function.name, None)
-    return found is signature and not _flag(function)
 
 
 def _flag(function: Function | PlainFunction) -> str:
@@ -103,16 +94,11 @@ def _import(module: str, names: list[str]) -> str:
 
 def _functions(function: Function | PlainFunction) -> Iterator[str]:
     """A function, with an overload for each value of the flag that decides what it returns."""
-    signature = inspect.signature(function.signature)
-    returns = str(signature.return_annotation)
-    flag = _flag(function)
-    variants = returns.split(" | ")
-    if flag and len(variants) == 2:
-        yield "\n".join(["@overload", _written(function, {flag: ("Literal[False]", "False")}, variants[0], "...")])
-        yield "\n".join(["@overload", _written(function, {flag: ("Literal[True]", None)}, variants[1], "...")])
-        yield "\n".join(["@overload", _written(function, {}, returns, "")])
-    else:
-        yield _written(function, {}, returns, "")
+    returns, flag = str(inspect.signature(function.signature).return_annotation), _flag(function)
+    without, with_it = returns.split(" | ")
+    yield "\n".join(["@overload", _written(function, {flag: ("Literal[False]", "False")}, without, "...")])
+    yield "\n".join(["@overload", _written(function, {flag: ("Literal[True]", None)}, with_it, "...")])
+    yield "\n".join(["@overload", _written(function, {}, returns, "")])
 
 
 def _written(

@@ -1,200 +1,19 @@
-"""The functions of sampling: signatures, the checks of a call, and the routes.
-
-The engine makes the callables. Functions that draw differ in what they keep. Each is written once here, as what it
-keeps and the arguments that say so, and made for logits and for probabilities.
-"""
+"""The functions that draw: the checks of a call, and the routes. Each draws from logits and from probabilities."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch  # noqa: F401  # signatures name torch.Generator
 from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.declaration import check_dense, given_twice
-from layerzero.ops.sampling import declare, draw
+from layerzero.ops.sampling import declare, draw, signatures
 from layerzero.ops.sampling.formulas import TEMPERATURES
-
-Signature = Callable[..., Tensor]
-
-
-class _Argument(NamedTuple):
-    """An argument: its name, its annotation, and the lines that users read of it, none where another tells of it."""
-
-    name: str
-    annotation: str
-    text: str = ""
-
-
-class _KeptArguments(NamedTuple):
-    """What a function keeps of a row: the end of its first sentence, more of it, its arguments, and where from."""
-
-    summary: str
-    more: str = ""
-    arguments: tuple[_Argument, ...] = ()
-    source: str = ""
-
-
-_TIES = "A place is kept if fewer than top_k are likelier: places that tie with the last of them are kept, too."
-_TOP_K = _Argument(
-    "top_k",
-    "int | Tensor | None",
-    """\
-        top_k: how many places, from 1; more than there are keep all. Or an int32 or int64 tensor (*) with a number for
-            each row, where 0 and less is 1.""",
-)
-
-
-def _share(name: str, of_what: str, ends: str) -> _Argument:
-    text = f"""\
-        {name}: the share{of_what}, above 0 and up to 1. Or a float32 tensor (*) with a share
-            for each row, where 0 and less keeps {ends}."""
-    return _Argument(name, "float | Tensor | None", text)
-
-
-_LIKELIEST = "the likeliest place, 1 and more all"
-
-_KEPT = {
-    "categorical": _KeptArguments(
-        "a place of each row by its probability, among those that top_k, top_p and min_p keep",
-        "What is None keeps all. Top-k comes first, then top-p of what the top_k likeliest have, then min-p. A batch\n"
-        "    of requests is one call: each argument may be a tensor with a number for each row. With a seed for each\n"
-        "    row a draw depends on its own row alone, wherever that is in whatever batch.",
-    ),
-    "topk": _KeptArguments("a place of each row among the top_k likeliest", _TIES, (_TOP_K,), "arXiv:1805.04833"),
-    "topp": _KeptArguments(
-        "a place of each row among the likeliest that have the share top_p together",
-        "A place is kept if those that are likelier have less than top_p together: at least one, and all equals of "
-        "the last.",
-        (_share("top_p", "", _LIKELIEST),),
-        "arXiv:1904.09751",
-    ),
-    "minp": _KeptArguments(
-        "a place of each row among those at least min_p times as likely as the likeliest",
-        "",
-        (_share("min_p", " of the likeliest place's probability", "all, 1 and more the likeliest place"),),
-        "arXiv:2407.01082",
-    ),
-    "topk_topp": _KeptArguments(
-        "a place among the top_k likeliest, and of these among those that have the share top_p",
-        "A place is kept if fewer than top_k are likelier, and if those that are likelier have less than the share\n"
-        "    top_p of what such places have together: top-k first, then top-p of the rest, as engines do.",
-        (_TOP_K, _share("top_p", " of what the top_k likeliest have", _LIKELIEST)),
-        "arXiv:1805.04833, arXiv:1904.09751",
-    ),
-}
-
-_TEMPERATURE = (
-    _Argument(
-        "temperature",
-        "float | Tensor | None",
-        """\
-        temperature: what logits are divided by, from 1e-6; 1 if None. Or a float32 tensor (*) with one for each row,
-            where 0 and less is 1e-6, so that the likeliest place comes.""",
-    ),
-)
-_OF_ROWS = (
-    _Argument(
-        "top_k",
-        "int | Tensor | None",
-        """\
-        top_k: how many places, from 1; more than there are keep all. In an int32 or int64 tensor 0 and less is 1.""",
-    ),
-    _Argument(
-        "top_p",
-        "float | Tensor | None",
-        """\
-        top_p: the share that the likeliest have together, above 0 and up to 1. In a float32 tensor 0 and less keeps the
-            likeliest.""",
-    ),
-    _Argument(
-        "min_p",
-        "float | Tensor | None",
-        """\
-        min_p: the share of the likeliest place's probability, above 0 and up to 1. Of a float32 tensor 0 keeps all.""",
-    ),
-)
-_SEEDS = _Argument(
-    "seed",
-    "int | Tensor | None",
-    """\
-        seed: gives the same ids wherever the same kernel runs the same call; from 0. Or an int64 tensor (*) with one
-            for each row: each draw of a request wants another, such as ``request_seed * 2**32 + position``.""",
-)
-_RANDOM = (
-    _Argument(
-        "seed",
-        "int | None",
-        """\
-        seed: gives the same ids wherever the same kernel runs the same call; from 0.""",
-    ),
-    _Argument(
-        "generator",
-        "torch.Generator | None",
-        """\
-        generator: on the same device, which goes on from call to call; torch's own of the device if both are None,
-            which ``torch.manual_seed`` seeds.""",
-    ),
-)
-
-_DTYPE = {
-    "logits": "floating; computes in float32 or wider; returns int64.",
-    "probs": "floating; each row adds up to 1 but for rounding; returns int64.",
-}
-_RAISES = """\
-    Raises: InvalidCallError for what does not fit, and on a CPU for rows that nothing can be drawn of: NaN,
-        {}. On a GPU, where looking means waiting, such a row gives some place."""
-_UNDRAWABLE = {"logits": "+inf, -inf everywhere", "probs": "infinity, a number below 0, 0 everywhere"}
-
-
-def _signature(kind: str, source: str) -> Signature:
-    """The signature of the function that draws from ``logits`` or ``probs``, by the kind of its operation."""
-    kept = _KEPT[kind]
-    random = (_SEEDS, *_RANDOM[1:]) if kind == "categorical" else _RANDOM
-    beside = (*(_OF_ROWS if kind == "categorical" else ()), *(_TEMPERATURE if source == "logits" else ()), *random)
-    told = "\n".join(each.text for each in (*kept.arguments, *beside) if each.text)
-    doc = [f"Draw {kept.summary}{'' if source == 'logits' else ', from probabilities'}.", ""]
-    doc += [f"    {kept.more}", ""] if kept.more else []
-    doc += [f"    Shapes: {source} (*, V) → (*), a place from 0 to V - 1", f"    Dtype: {_DTYPE[source]}"]
-    doc += [
-        "    Args:",
-        told,
-        _RAISES.format(_UNDRAWABLE[source]),
-        *([f"    Source: {kept.source}."] if kept.source else []),
-        "    ",
-    ]
-    name = "_".join(("sample", *((kind,) if kind != "categorical" else ()), *(("probs",) if source == "probs" else ())))
-    return _function(name, _Argument(source, "Tensor"), kept.arguments, beside, "\n".join(doc))
-
-
-def _function(
-    name: str, first: _Argument, by_place: tuple[_Argument, ...], by_name: tuple[_Argument, ...], doc: str
-) -> Signature:
-    """A function that has a signature, and nothing that runs."""
-
-    def signature(*_: Any, **__: Any) -> Tensor:
-        raise AssertionError("the signature only; the engine makes the callable")
-
-    place, named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter(first.name, place, annotation=first.annotation),
-        *(inspect.Parameter(each.name, place, default=None, annotation=each.annotation) for each in by_place),
-        *(inspect.Parameter(each.name, named, default=None, annotation=each.annotation) for each in by_name),
-    ]
-    signature.__name__ = signature.__qualname__ = name
-    signature.__doc__ = doc
-    signature.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": "Tensor"}
-    signature.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what inspect looks for first
-        parameters, return_annotation="Tensor"
-    )
-    return signature
-
 
 _OF_TEMPERATURE = {"row_temperature": "temperature"}
 _OF_TOP_K, _OF_TOP_P = {"k": "top_k", "row_k": "top_k"}, {"p": "top_p", "row_p": "top_p"}
@@ -290,28 +109,27 @@ def _shape_problems(arguments: dict[str, Any], source: str) -> list[str]:
     return problems + declare.generator_problems(arguments, source)
 
 
-def _pair(kind: str, operations: list[Operation]) -> list[Function]:
+def _pair(kind: str, of: tuple[Callable[..., Tensor], ...], operations: list[Operation]) -> list[Function]:
     """The function that draws from logits, and the one that draws from probabilities."""
     found = []
-    for source, operation in zip(("logits", "probs"), operations, strict=True):
-        signature, drawing = _signature(kind, source), draw.drawing(kind, source)
+    for place, (source, signature, operation) in enumerate(zip(("logits", "probs"), of, operations, strict=True)):
         name = signature.__name__
         own: tuple[Operation, ...] = (operation,)
         route = _route(name, operation)
         if kind == "categorical":
-            place = ("logits", "probs").index(source)
             own = (operation, *(pair[place] for pair in (*list(_BY_KEPT.values())[1:], declare.FILTERED)))
             route = functools.partial(_route_any, name, place)
         renamed = {old: new for old, new in _RENAMED[kind].items() if source == "logits" or new != "temperature"}
+        drawing = draw.drawing(kind, source)
         found.append(Function(name, signature, route, own, draw=drawing, weight=1, renamed=renamed))
     return found
 
 
 FUNCTIONS = (
-    *_pair("topk", declare.TOPK),
-    *_pair("topp", declare.TOPP),
-    *_pair("minp", declare.MINP),
-    *_pair("topk_topp", declare.TOPK_TOPP),
-    *_pair("categorical", declare.CATEGORICAL),
+    *_pair("topk", (signatures.sample_topk, signatures.sample_topk_probs), declare.TOPK),
+    *_pair("topp", (signatures.sample_topp, signatures.sample_topp_probs), declare.TOPP),
+    *_pair("minp", (signatures.sample_minp, signatures.sample_minp_probs), declare.MINP),
+    *_pair("topk_topp", (signatures.sample_topk_topp, signatures.sample_topk_topp_probs), declare.TOPK_TOPP),
+    *_pair("categorical", (signatures.sample, signatures.sample_probs), declare.CATEGORICAL),
     Function("greedy", declare.greedy, _route("greedy", declare.GREEDY), (declare.GREEDY,), draw=draw.greedy, weight=1),
 )
