@@ -43,36 +43,6 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def defined(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    z_loss: float,
-    reduction: str,
-) -> Tensor:
-    """The definition, in the dtype of the logits. Shapes: logits (..., V), target (...) → (...) or ()."""
-    logits = capped(logits, softcap)
-    counted = target != ignore_index
-    places = target.masked_fill(~counted, 0).long()
-    of_classes = logits.new_ones(logits.shape[-1]) if weight is None else weight.detach().to(logits.dtype)
-    of_rows = of_classes.take(places)  # an index without axes would be read, and shapes alone have no values
-    total = logits.logsumexp(-1)
-    total = total.masked_fill(total == torch.inf, torch.nan)  # as torch.log_softmax has it
-    losses = (1.0 - label_smoothing) * of_rows * (total - logits.gather(-1, places.unsqueeze(-1))[..., 0])
-    if label_smoothing:
-        losses = losses + label_smoothing * ((total.unsqueeze(-1) - logits) * of_classes).mean(-1)
-    extra = z_loss * total.square() if z_loss else torch.zeros_like(losses)
-    losses, extra = (torch.where(counted, each, 0.0) for each in (losses, extra))
-    if reduction == "none":
-        return losses + extra
-    if reduction == "sum":
-        return losses.sum() + extra.sum()
-    return losses.sum() / (of_rows * counted).sum() + extra.sum() / counted.sum()
-
-
 def by_torch(
     logits: Tensor,
     target: Tensor,
@@ -145,8 +115,23 @@ def cross_entropy(
         Classes that no logit has are the caller's mistake: an error on a CPU, and in debug mode elsewhere.
     Source: label smoothing arXiv:1512.00567; z-loss arXiv:2204.02311.
     """
-    logits, dtype = logits.to(wide(logits.dtype)), logits.dtype
-    return defined(logits, target, weight, ignore_index, label_smoothing, softcap, z_loss, reduction).to(dtype)
+    logits, dtype = capped(logits.to(wide(logits.dtype)), softcap), logits.dtype
+    counted = target != ignore_index
+    places = target.masked_fill(~counted, 0).long()
+    of_classes = logits.new_ones(logits.shape[-1]) if weight is None else weight.detach().to(logits.dtype)
+    of_rows = of_classes.take(places)  # an index without axes would be read, and shapes alone have no values
+    total = logits.logsumexp(-1)
+    total = total.masked_fill(total == torch.inf, torch.nan)  # as torch.log_softmax has it
+    losses = (1.0 - label_smoothing) * of_rows * (total - logits.gather(-1, places.unsqueeze(-1))[..., 0])
+    if label_smoothing:
+        losses = losses + label_smoothing * ((total.unsqueeze(-1) - logits) * of_classes).mean(-1)
+    extra = z_loss * total.square() if z_loss else torch.zeros_like(losses)
+    losses, extra = (torch.where(counted, each, 0.0) for each in (losses, extra))
+    if reduction == "none":
+        return (losses + extra).to(dtype)
+    if reduction == "sum":
+        return (losses.sum() + extra.sum()).to(dtype)
+    return (losses.sum() / (of_rows * counted).sum() + extra.sum() / counted.sum()).to(dtype)
 
 
 def linear_cross_entropy(
@@ -179,7 +164,16 @@ def linear_cross_entropy(
     """
     dtype = wide(hidden.dtype)
     logits = functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    loss = defined(logits, target, class_weight, ignore_index, label_smoothing, softcap, z_loss, reduction)
+    loss = cross_entropy(
+        logits,
+        target,
+        weight=class_weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+        reduction=reduction,
+    )
     return loss.to(out_dtype or hidden.dtype)
 
 

@@ -23,6 +23,7 @@ from layerzero.core.operation import Case, Function, Random, Routed
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.declaration import tensor
 from layerzero.ops.draw import Draw
+from layerzero.ops.paged import draw as paged_draw
 from layerzero.ops.paged import layout_record, quantized
 from layerzero.ops.paged.append import (
     EXACT,
@@ -40,7 +41,6 @@ from layerzero.ops.paged.append import (
     writing,
 )
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
-from layerzero.ops.paged.draw import quantize
 from layerzero.ops.paged.pages import nhd
 from layerzero.ops.rope_append.declare import PLACES_IN_ROWS, places_in_rows, write_rows
 from layerzero.ops.rope_append.route import place_problems, varying_in_rows
@@ -346,11 +346,9 @@ def _draw_quantized(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     pages, page_size = draw.of((1, 2, 9)), draw.of((1, 3, 8, 16))
     arguments, heads = _draw_caches(draw, (pages, page_size), dtype)
     tokens = min(draw.of((0, 1, 2, 5, 17), (1, 6, 6, 6, 4)), pages * page_size)
-    slots = torch.randperm(pages * page_size, generator=draw.data)[:tokens]
-    if draw.chance(0.3):
-        slots = slots.masked_fill(torch.rand(tokens, generator=draw.data) < draw.of((0.3, 1.1)), -1)
-    made = {**_draw_new(draw, (tokens,), heads, dtype), **quantize(draw, arguments)}
-    return made | {"slot_mapping": draw.laid_out(slots.to(draw.device), expand=False)}
+    places = paged_draw.slots(draw, pages * page_size, tokens)
+    made = {**_draw_new(draw, (tokens,), heads, dtype), **paged_draw.quantize(draw, arguments)}
+    return made | {"slot_mapping": draw.laid_out(places, expand=False)}
 
 
 FUNCTIONS = tuple(

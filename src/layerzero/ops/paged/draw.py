@@ -148,6 +148,14 @@ def _convert(draw: Draw, arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | {name: arguments[name].to(dtype) for name in ("key_cache", "value_cache")}
 
 
+def slots(draw: Draw, capacity: int, tokens: int) -> Tensor:
+    """Slots in any order, none of them twice; now and then some tokens have none."""
+    found = torch.randperm(capacity, generator=draw.data)[:tokens]
+    if draw.chance(0.3):
+        found = found.masked_fill(torch.rand(tokens, generator=draw.data) < draw.of((0.3, 1.1)), -1)
+    return found.to(draw.device)
+
+
 def append_paged_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.append_paged_kv_``."""
     kv_heads, page_size = draw.of((1, 2, 3, 8)), draw.of((1, 3, 8, 16))
@@ -157,9 +165,7 @@ def append_paged_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         dims, page_size = (draw.of((32, 64, 128)),) * 2, draw.of((16, 32, 48))
     capacity = pages * page_size
     tokens = min(draw.of((0, 1, 2, 3, 17), (1, 6, 6, 6, 4)), capacity)
-    slots = torch.randperm(capacity, generator=draw.data)[:tokens]
-    if draw.chance(0.3):
-        slots = slots.masked_fill(torch.rand(tokens, generator=draw.data) < draw.of((0.3, 1.1)), -1)
+    places = slots(draw, capacity, tokens)
     keys, values = _caches(draw, pages, page_size, kv_heads, dims, dtype, transposed)
     for cache in (keys, values):
         cache.copy_(draw.normal(cache.shape, dtype))
@@ -170,7 +176,7 @@ def append_paged_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "value": draw.laid_out(draw.normal((tokens, kv_heads, dims[1]), dtype)),
         "key_cache": _in_layout(keys, layout, solid),
         "value_cache": _in_layout(values, layout, solid),
-        "slot_mapping": draw.laid_out(slots.to(draw.device), expand=False),
+        "slot_mapping": draw.laid_out(places, expand=False),
         "layout": layout,
     }
 

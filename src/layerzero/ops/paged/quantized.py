@@ -187,17 +187,6 @@ def _work(work: Callable[[Mapping[str, Any]], Work], facts: Mapping[str, Any]) -
     return Work(whole.flops, whole.bytes * dtype_named(facts["cache_dtype"]).itemsize / facts["dtype"].itemsize)
 
 
-def _examples(examples: Any, case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
-    """Numbers of a unit normal as multiples of a scale a head, in float8."""
-    found: dict[str, Any] = examples(case, dtype, device, generator)
-    lead = tuple(case.sizes[name] for name in ("pages", "page_size", "kv_heads"))
-    for name, width in (("key", "head_dim"), ("value", "value_dim")):
-        found[f"{name}_scale"] = (0.01 + 0.03 * torch.rand(lead[2], generator=generator)).to(device)
-        numbers = torch.randn(*lead, case.sizes[width], generator=generator) / 0.04
-        found[f"{name}_cache"] = numbers.to(torch.float8_e4m3fn).to(device)
-    return found
-
-
 def quantized(new: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Numbers divided by their scales, within the range of a narrower dtype; whole ones are rounded to even.
 
@@ -281,13 +270,17 @@ ONE_STEP = Elementwise(
 )
 
 
-def examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
-    """One scale a head, so that numbers of a unit normal fill the range of int8, and caches of float8."""
-    shape = tuple(case.sizes[name] for name in ("pages", "page_size", "kv_heads"))
+def examples(
+    case: Case, dtype: torch.dtype, device: torch.device, generator: Random, *, filled: bool = False
+) -> dict[str, Any]:
+    """One scale a head, so that numbers of a unit normal fill the range of int8, and caches of float8, with some."""
+    lead = tuple(case.sizes[name] for name in ("pages", "page_size", "kv_heads"))
     made: dict[str, Any] = {}
     for name, width in (("key", "head_dim"), ("value", "value_dim")):
-        made[f"{name}_scale"] = (0.01 + 0.03 * torch.rand(shape[2], generator=generator)).to(device)
-        made[f"{name}_cache"] = torch.zeros(*shape, case.sizes[width], device=device).to(torch.float8_e4m3fn)
+        made[f"{name}_scale"] = (0.01 + 0.03 * torch.rand(lead[2], generator=generator)).to(device)
+        shape = *lead, case.sizes[width]
+        numbers = torch.randn(shape, generator=generator) / 0.04 if filled else torch.zeros(shape, device=device)
+        made[f"{name}_cache"] = numbers.to(torch.float8_e4m3fn).to(device)
     return made
 
 
@@ -333,7 +326,8 @@ def _held(like: Operation, dtypes: frozenset[torch.dtype]) -> list[TensorSchema]
 
 
 def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int]) -> Operation:
-    inputs = [each for each in _held(like, QUANTIZED) if each.required]
+    inputs, made = [each for each in _held(like, QUANTIZED) if each.required], like.examples
+    assert made is not None
     small = like.cases[0]
     allowed = Case("narrow_query", {**small.sizes, **sizes}, {**small.params, NARROW_QUERY.name: True})
     return _over(
@@ -345,7 +339,7 @@ def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int
         params=(NARROW_QUERY,),
         reference=_reference(like.reference, len(inputs) - 3),
         cases=(small, allowed),
-        examples=functools.partial(_examples, like.examples),
+        examples=lambda *about: {**made(*about), **examples(*about, filled=True)},
     )
 
 

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param
-from layerzero.core.errors import InvalidCallError, refuse
+from layerzero.core.errors import refuse
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Function, Random, Routed, Tolerance, Work
 from layerzero.ops.attention.declare import HEAD_DIM
-from layerzero.ops.attention.layout import both_fit
 from layerzero.ops.declaration import check_dense, eps_problems, operation, tensor
 from layerzero.ops.rope import declare, draw, stock
-from layerzero.ops.rope.route import named_layout, resolve, routed, shape_problems, size_problems, varying
+from layerzero.ops.rope.route import layout_of, routed, shape_problems, size_problems, varying
 
 TOLERANCE = {
     torch.float64: Tolerance(1e-5, 1e-5),
@@ -297,21 +296,13 @@ def _route_one(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     views = {"query": arguments["input"], "key": arguments["input"], **arguments}
     problems = [each.replace("query:", "input:", 1) for each in shape_problems(views) if not each.startswith("key:")]
     refuse(_ONE, problems)
-    tensor, layout = arguments["input"], "BSHD"
-    named = arguments["layout"] if arguments["layout"] is not None else default_layout if tensor.ndim == 4 else None
-    if named is not None:
-        layout = named_layout(_ONE, named, tensor.ndim)
-    elif tensor.ndim == 4:
-        layout, _ = resolve(tensor, tensor, arguments["positions"])
-        if not layout:
-            raise InvalidCallError(_ONE, [both_fit("input", tensor.shape)])
+    tensor, (layout, fixed) = arguments["input"], layout_of(_ONE, views, default_layout)
     canonical = {name: value for name, value in arguments.items() if name != "layout"}
     problems = ROPE_ONE.schema.validate(layout=layout, **canonical)
     if not problems and not tensor.shape[-2 if layout == "BSHD" else -3]:
         problems = [f"input: wanted heads above 0, got {tuple(tensor.shape)} in {layout}"]
     problems = problems or size_problems(views, layout)
     refuse(_ONE, problems)
-    fixed = named is not None or tensor.ndim == 3
     return Routed(ROPE_ONE, canonical, layout, *(varying(views, layout) if fixed else ()))
 
 

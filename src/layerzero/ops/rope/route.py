@@ -117,15 +117,7 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
     check_dense(function, arguments)
     problems = shape_problems(arguments)
     refuse(function, problems)
-    query, key, positions = (arguments[name] for name in ("query", "key", "positions"))
-    fixed, layout = True, "BSHD"
-    named = arguments["layout"] if arguments["layout"] is not None else default_layout if query.ndim == 4 else None
-    if named is not None:
-        layout = named_layout(function, named, query.ndim)
-    elif query.ndim == 4:
-        layout, fixed = resolve(query, key, positions)
-        if not layout:
-            raise InvalidCallError(function, [both_fit("query", query.shape)])
+    layout, fixed = layout_of(function, arguments, default_layout)
     canonical = {name: value for name, value in arguments.items() if name != "layout"}
     problems = operation.schema.validate(layout=layout, **canonical)
     problems = problems or size_problems(arguments, layout)
@@ -133,15 +125,28 @@ def routed(function: str, operation: Operation, arguments: dict[str, Any], defau
     return Routed(operation, canonical, layout, *(varying(arguments, layout) if fixed else ()))
 
 
-def named_layout(function: str, layout: object, ndim: int) -> str:
-    """A layout that a caller named. Raises: InvalidCallError for what is none, and for one of three axes."""
+def layout_of(function: str, arguments: dict[str, Any], default_layout: str | None) -> tuple[str, bool]:
+    """The layout of a call, and whether it stays with other sizes: as the caller named it, of three axes, or proved.
+
+    Raises: InvalidCallError for what is no layout, for one of three axes, and where both fit.
+    """
+    query, layout = arguments["query"], arguments["layout"]
+    if layout is None and query.ndim == 4:
+        layout = default_layout
+    if layout is None and query.ndim == 4:
+        found, proved = resolve(query, arguments["key"], arguments["positions"])
+        if not found:
+            raise InvalidCallError(function, [both_fit("input" if "input" in arguments else "query", query.shape)])
+        return found, proved
+    if layout is None:
+        return "BSHD", True
     if not isinstance(layout, str) or layout not in HEADS_AXIS:
         raise InvalidCallError(function, [f"layout: wanted BSHD or BHSD, got {told(layout)}"])
-    if ndim == 3 and layout != "BSHD":
+    if query.ndim == 3 and layout != "BSHD":
         raise InvalidCallError(
             function, [f"layout: wanted none for three axes, which are tokens first; got {told(layout)}"]
         )
-    return layout
+    return layout, True
 
 
 def shape_problems(arguments: dict[str, Any]) -> list[str]:

@@ -45,30 +45,42 @@ def rope_append_reference(
     value_cache: Tensor,
     positions: Tensor,
     slot_mapping: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     *,
     interleaved: bool = False,
 ) -> Tensor:
     """Rotate queries and keys; write each token's key and value into its sequence's cache, at its position.
 
-    With slots into these, -1 into none.
+    With slots into these, -1 into none; with scales of both caches divided by those of its slot. Rotated keys are
+    rounded to their dtype before that, as two calls would.
 
     Shapes: query (B, S, H, D), key (B, S, K, D), value (B, S, K, D_v), cos and sin (P, R/2), key_cache (B, L, K, D),
     value_cache (B, L, K, D_v), positions (B, S), (1, S) or (S,) → (B, S, H, D). Mutates both caches. With slots query
     (T, H, D), key (T, K, D), value (T, K, D_v), caches as of ``kv.append.paged``, positions and slot_mapping (T,) →
-    (T, H, D).
-    Dtype, units and source: as of ``posenc.rope`` and ``kv.append.paged``.
+    (T, H, D). With scales caches and scales as of ``kv.append.quantized``.
+    Dtype, units and source: as of ``posenc.rope`` and ``kv.append.paged``, or ``kv.append.quantized``.
     """
     turned, key = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
-    write(key, value, key_cache, value_cache, positions, slot_mapping)
+    write(key, value, key_cache, value_cache, positions, slot_mapping, key_scale, value_scale)
     return turned
 
 
 def write(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, positions: Tensor, slots: Tensor | None
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor | None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> None:
-    """Write tokens into the slots of a paged cache, or into rows where there are none."""
+    """Write tokens into the slots of a paged cache, divided by scales of both, or into rows where there are none."""
     if slots is None:
         write_rows(key, value, key_cache, value_cache, positions)
+    elif key_scale is not None and value_scale is not None:
+        codes.write(key, value, key_cache, value_cache, slots, key_scale, value_scale)
     else:
         append_paged_kv_(key, value, key_cache, value_cache, slots)
 
@@ -251,33 +263,6 @@ ROPE_APPEND_PAGED = operation(
 )
 
 
-def rope_append_quantized_reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor,
-    key_scale: Tensor,
-    value_scale: Tensor,
-    *,
-    interleaved: bool = False,
-) -> Tensor:
-    """Rotate queries and keys; divide each token's key and value by the scales of its slot and write them there.
-
-    Shapes: query (T, H, D), key (T, K, D), value (T, K, D_v), cos and sin (P, R/2), caches and scales as of
-    ``kv.append.quantized``, positions and slot_mapping (T,) → (T, H, D). Mutates both caches.
-    Dtype, units and source: as of ``posenc.rope`` and ``kv.append.quantized``. Rotated keys are rounded to their dtype
-    before they are divided, as two calls would.
-    """
-    turned, key = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
-    codes.write(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
-    return turned
-
-
 def _fake(query: Tensor, *_: object, **__: object) -> Tensor:
     """The reference asks where slots are none, which tensors without memory cannot tell."""
     return query.new_empty(query.shape)
@@ -306,7 +291,6 @@ ROPE_APPEND_QUANTIZED = replace(
         codes=codes.CODES,
     ),
     summary="Rotary positions of queries and keys, keys and values written into a cache of float8 or int8",
-    reference=rope_append_quantized_reference,
     fake=_fake,
     judge=dict.fromkeys(CACHES, codes.ONE_STEP),
     derive=lambda arguments, values: {**of_table(arguments, values), **codes.derive(arguments, values)},

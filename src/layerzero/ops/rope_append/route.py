@@ -12,7 +12,7 @@ from layerzero.core.operation import Function, Routed
 from layerzero.ops.declaration import check_dense, shape_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
-from layerzero.ops.paged.draw import quantize
+from layerzero.ops.paged.draw import quantize, slots
 from layerzero.ops.paged.quantized import has_codes, scale_problems
 from layerzero.ops.paged.route import CACHES, cache_problems, check_written, memory_problems
 from layerzero.ops.rope.draw import draw_table, norm_weights
@@ -58,10 +58,7 @@ def random_call(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict
         lead = draw.of((1, 2, 9)), draw.of((16, 32, 48) if transposed else (1, 3, 8, 16))
         token: tuple[int, ...] = (min(draw.of((0, 1, 2, 5, 17), (1, 6, 6, 6, 4)), lead[0] * lead[1]),)
         rows = draw.of((1, 40, 129))
-        slots = torch.randperm(lead[0] * lead[1], generator=draw.data)[: token[0]]
-        if draw.chance(0.3):
-            slots = slots.masked_fill(torch.rand(token, generator=draw.data) < draw.of((0.3, 1.1)), -1)
-        arguments["slot_mapping"] = draw.laid_out(slots.to(draw.device), expand=False)
+        arguments["slot_mapping"] = draw.laid_out(slots(draw, lead[0] * lead[1], token[0]), expand=False)
         positions = draw.integers(token, rows - 1, torch.int64)
     else:
         lead = draw.of((1, 2, 3)), draw.of((1, 8, 40))
