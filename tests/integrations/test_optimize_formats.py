@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from coded_modules import off
+from coded_modules import Product, off
 from torch import Tensor, nn
 from torch.nn import functional
 
 import layerzero as lz
+from layerzero.backends.torch.quantized_linear import AS_NUMBERS
+from layerzero.core.device import Device
 from layerzero.integrations.optimize import selection
 from layerzero.integrations.optimize.modules import weights
 from layerzero.integrations.optimize.swaps.swap import Way
 from layerzero.integrations.optimize.times import timing
+from layerzero.ops.linear.weight_formats import without_memory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -245,3 +248,142 @@ class Timed(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         self.now[0] += 2.0 * len(input)
         return functional.linear(input, self.weight, self.bias)
+
+
+def fast_int4(dtype: torch.dtype) -> str:
+    """What multiplies with four bits as they are; skips where nothing does."""
+    weight = without_memory(lz.WeightFormat("compressed-tensors", bits=4, group=128), (96, 256), torch.bfloat16)
+    found = lz.explain("quantized_linear", torch.empty(6, 256, dtype=dtype, device="meta"), weight, device="cpu")
+    if found.kernel_id is None or found.kernel_id.startswith(AS_NUMBERS):
+        pytest.skip(f"no kernel here takes four bits as they are: {found}")
+    return found.kernel_id
+
+
+@pytest.mark.parametrize("of", ["nvfp4", "mxfp4"])
+def test_a_format_that_is_asked_for_gives_way_where_no_fast_kernel_takes_it(of: str, unmeasured: None) -> None:
+    fast_int4(torch.float32)
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(256, 96)).eval(), torch.randn(7, 256)
+    with torch.no_grad():
+        own = model(rows)
+        said = f"1 weights are in int4 in place of {of}, which no fast kernel takes here"
+        with pytest.warns(lz.LayerZeroFallbackWarning, match=said):
+            report = lz.optimize(model, weights=of)
+        assert [each.kind for each in report.replaced] == ["int4"]
+        assert 0.05 < report.made[0].loss < 0.15
+        assert said in str(report)
+        assert 0.05 < off(model(rows), own) < 0.15
+        report.undo()
+        with lz.scope(**{"quant.fallback": "never"}):
+            report = lz.optimize(model, weights=of)
+    why = next(each.why for each in report.left if each.path == "0")
+    assert f"[QUANT_FORMAT_UNSUPPORTED] torch.dequantized_mx writes a weight of {of} out" in why
+    assert "set quant.fallback to requested for int4" in why
+    assert not report.made
+
+
+@pytest.mark.parametrize(
+    ("columns", "accuracy", "said", "tried"),
+    [
+        (256, 0.02, "[QUANT_ACCURACY_THRESHOLD_EXCEEDED] it loses", ["nvfp4", "int4:128"]),
+        (40, None, "no group of 32 divides its 40 columns", []),
+        (48, None, "no group of 32 divides its 48 columns", ["nvfp4"]),
+    ],
+)
+def test_another_format_is_for_kernels_and_not_for_what_is_lost(
+    columns: int, accuracy: float | None, said: str, tried: list[str], unmeasured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast_int4(torch.float32)
+    made: list[str] = []
+    usual = weights.Request._made
+
+    def noted(self: weights.Request, module: nn.Module, of: str, **more: Any) -> Any:
+        made.append(of)
+        return usual(self, module, of, **more)
+
+    monkeypatch.setattr(weights.Request, "_made", noted)
+    report = lz.optimize(nn.Sequential(nn.Linear(columns, 96)).eval(), weights="nvfp4", accuracy=accuracy)
+    assert made == tried
+    assert not report.made
+    assert any(said in each.why or "torch.dequantized_mx writes" in each.why for each in report.left)
+
+
+def asked(of: str, **settings: Any) -> weights.Request:
+    with lz.scope(**{f"quant.{name}": value for name, value in settings.items()}):
+        found, problems = weights.request(of, None, None)
+    assert found is not None, problems
+    return found
+
+
+def test_priority_and_profile_order_what_comes_into_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, plain = torch.device("cpu"), ["int8", "int4", "int4:32", "fp8"]
+    assert asked("auto").formats(cpu) == plain
+    assert asked("auto", priority="high").formats(cpu) == ["int8", "fp8", "int4", "int4:32"]
+    assert asked("auto", priority="high", profile={"fp8": 0.001}).formats(cpu)[0] == "fp8"
+    assert asked("auto", profile={"fp8": 0.04}).formats(cpu) == ["int8", "int4", "int4:32"]  # accuracy is 0.03
+    assert asked("nvfp4").formats(cpu) == ["nvfp4", "int4", "mxfp4"]
+    assert asked("nvfp4", priority="high", profile={"mxfp4": 0.05}).formats(cpu) == ["nvfp4", "mxfp4", "int4"]
+    assert asked("int4:32").formats(cpu) == ["int4:32", "mxfp4"]
+    assert asked("mxfp4").formats(cpu) == ["mxfp4", "int4"]
+    assert asked("int8").formats(cpu) == ["int8"]
+    assert asked("nvfp4", fallback="never").formats(cpu) == ["nvfp4"]
+    blackwell = Device.named("B200")
+    monkeypatch.setattr(weights.Device, "detect", lambda *_: blackwell)
+    quick = asked("auto", priority="performance")
+    assert set(quick.formats(cpu)) == {"mxfp4", "nvfp4", *plain}
+    assert quick.accuracy == 0.15
+    assert asked("nvfp4", priority="performance").formats(cpu) == ["nvfp4", "mxfp4", "int4"]
+    assert asked("auto").formats(cpu) == plain
+
+
+def test_what_loses_least_comes_first_where_that_is_the_priority(unmeasured: None) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 96)).eval()
+    with lz.scope(**{"quant.priority": "high"}):
+        report = lz.optimize(model, weights="auto")
+    assert {each.kind for each in report.replaced} <= {"int8"}
+    report.undo()
+    with lz.scope(**{"quant.profile": dict.fromkeys(("int8", "int4", "fp8"), 0.5)}):
+        report = lz.optimize(model, weights="auto")
+    assert "quant.profile says that each format loses more than 0.03" in str([each.why for each in report.left])
+
+
+@pytest.mark.parametrize("text", ["nvfp4:over", "mxfp4"])
+def test_what_a_model_holds_is_converted_where_that_is_allowed_and_else_its_cost_is_said(
+    text: str, unmeasured: None
+) -> None:
+    kernel, of = fast_int4(torch.float32), text.partition(":")[0]
+    torch.manual_seed(0)
+    known = lz.quantize_weight(torch.randn(64, 256) / 16, text)
+    data, scale, _, _, second = known.fields
+    more = {} if second is None else {"weight_global_scale": second.reshape(1)}
+    held = Product(known, torch.float32, weight_packed=data, weight_scale=scale, **more)
+    model, rows = nn.Sequential(held).eval(), torch.randn(5, 256)
+    with torch.no_grad():
+        own = model(rows)
+        report = lz.optimize(model)
+        assert off(model(rows), own) < 1e-5
+        assert [each.kind for each in report.replaced] == [of]
+        why = next(each.why for each in report.left if each.path == "0")
+        assert f"[REQUANTIZATION_REQUIRED] no fast kernel takes {of} here, {kernel} takes int4" in why
+        assert "'compressed-tensors:bits=4,group=128') quantises anew: 8448 bytes for 64 x 256 numbers" in why
+        report.undo()
+        with lz.scope(**{"quant.fallback": "held"}):
+            with pytest.warns(lz.LayerZeroFallbackWarning, match=f"1 weights are in int4 in place of {of}"):
+                report = lz.optimize(model)
+            assert [each.kind for each in report.replaced] == ["int4"]
+            assert 0.03 < report.made[0].loss < 0.15
+            assert "0: 1 lose " in str(report)
+            first, twin = model(rows), copy.deepcopy(model)
+            assert 0.03 < off(first, own) < 0.15
+            assert torch.equal(twin(rows), first)
+            scale.view(torch.uint8)[:32] = 0  # what is written is quantised anew
+            assert off(model(rows), functional.linear(rows, known.dequantized(), held.bias)) < 0.15
+            assert torch.allclose(model(rows)[:, :32], held.bias[:32].expand(5, 32), atol=1e-4)
+            report.undo()
+            report = lz.optimize(model, accuracy=0.001)
+        assert [each.kind for each in report.replaced] == [of]
+        why = next(each.why for each in report.left if each.path == "0")
+        assert "[QUANT_ACCURACY_THRESHOLD_EXCEEDED]" in why
+        assert "accuracy=0.001 allows less" in why
+        report.undo()

@@ -23,8 +23,8 @@ def why(report: Any, path: str) -> str:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"weights": "int3"}, "weights: wanted None or 'int8' or 'int4' or 'int4:32' or 'fp8' or 'auto', got 'int3'"),
-        ({"weights": 8}, "weights: wanted None or 'int8' or 'int4' or 'int4:32' or 'fp8' or 'auto', got 8"),
+        ({"weights": "int3"}, "'int4' or 'int4:32' or 'fp8' or 'mxfp4' or 'nvfp4' or 'auto', got 'int3'"),
+        ({"weights": 8}, "'int4' or 'int4:32' or 'fp8' or 'mxfp4' or 'nvfp4' or 'auto', got 8"),
         ({"weights": "int8", "activations": "int4"}, "activations: wanted None or 'int8', got 'int4'"),
         ({"weights": "int8", "accuracy": -0.1}, "accuracy: wanted a number from 0 or None, got -0.1"),
         ({"weights": "int8", "accuracy": True}, "accuracy: wanted a number from 0 or None, got True"),

@@ -13,7 +13,7 @@ from torch import nn
 import layerzero as lz
 from layerzero.core.ledger import Ledger
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize.modules import quantised, weights
+from layerzero.integrations.optimize.modules import coded_experts, weights
 from layerzero.tuning.storage import archive
 from layerzero.tuning.storage.store import StoreLedger, TimeStore
 
@@ -99,13 +99,13 @@ def test_a_weight_is_told_from_others_without_numpy(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("Numpy is not available")
 
     monkeypatch.setattr(torch.Tensor, "numpy", missing)
-    assert quantised.work_of(model()[0].weight, "int4", None, on_inputs=False).facts
+    assert coded_experts.work_of(model()[0].weight, "int4", None, on_inputs=False).facts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_weight_is_told_from_others_by_every_column_and_every_number(dtype: torch.dtype) -> None:
     def mark(of: torch.Tensor) -> str:
-        return dict(quantised.work_of(of, "int8", None, on_inputs=False).facts)["weight"]
+        return dict(coded_experts.work_of(of, "int8", None, on_inputs=False).facts)["weight"]
 
     weight = torch.randn(1024, 1024).to(dtype)
     seen = {mark(weight), mark(weight.clone())}

@@ -81,6 +81,18 @@ def test_formats_say_what_they_lose_and_what_multiplies_with_them():
     assert "vllm.machete" not in {name for each in blackwell for name in each.kernels}
 
 
+def test_where_every_kernel_writes_the_numbers_out_another_format_is_named(monkeypatch):
+    hopper, instinct = (formats(Device.named(name), torch_version="2.11.0") for name in ("H100", "MI300X"))
+    assert not any(each.instead for each in (*hopper, *instinct))  # all are taken, or none
+    monkeypatch.setattr(advising, "AS_NUMBERS", ("torch.dequantized_", "humming.linear_", "vllm.marlin_"))
+    found = {each.name: each.instead for each in formats(Device.named("H100"), torch_version="2.11.0")}
+    assert (found.pop("nvfp4"), found.pop("mxfp4")) == (("int4",), ("int4",))
+    assert not any(found.values())
+    monkeypatch.setattr(advising, "AS_NUMBERS", ("torch.", "humming.linear", "vllm.", "humming.linear_nvfp4"))
+    with lz.scope(quant={"priority": "high", "profile": {"mxfp4": 0.01}}):
+        assert not any(each.instead for each in formats(Device.named("H100"), torch_version="2.11.0"))
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_listed_format_is_made_by_its_name_and_loses_as_much(name):
     weight = torch.randn(128, 1024)

@@ -36,7 +36,8 @@ def formats(
 
     The loss is that of normal numbers, as a share of their norm; lz.quantize_weight(..., accuracy=) measures yours, and
     lz.optimize(weights="auto") takes the fastest within a bound. Kernels are those of all libraries that were tested
-    and fit; the one in brackets runs with what is installed here. A star: the device computes in such numbers.
+    and fit; the one in brackets runs with what is installed here. A star: the device computes in such numbers. Where
+    all kernels write the numbers out first, "instead" names formats that a kernel takes as they are.
     """
     from layerzero.cli.question import device_of
     from layerzero.core.dtypes import dtype_named
@@ -45,11 +46,13 @@ def formats(
     _check_torch(torch_version)
     where = device_of(device)
     found = advice.formats(where, rows, dtype_named(dtype) if dtype else None, torch_version)
-    table = table_of("format", "bits", "loses", "rows in", "kernels", right=("bits", "loses"), ids=("format",))
+    columns = "format", "bits", "loses", "rows in", "kernels", "instead"
+    table = table_of(*columns, right=("bits", "loses"), ids=("format",))
     for each in found:
         kernels = ", ".join(f"({one})" if one == each.here else one for one in each.kernels)
         star = "*" if each.native else ""
-        new_row(table, f"{each.name}{star}", f"{each.bits:.4g}", f"{each.loss:.3g}", each.rounded, kernels)
+        numbers = f"{each.bits:.4g}", f"{each.loss:.3g}"
+        new_row(table, f"{each.name}{star}", *numbers, each.rounded, kernels, ", ".join(each.instead))
     return Answer({"device": where.name, "formats": [asdict(each) for each in found]}, lambda: [table])
 
 

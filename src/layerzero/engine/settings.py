@@ -13,6 +13,7 @@ from layerzero.core.arguments import told
 from layerzero.core.errors import PolicyError, did_you_mean
 from layerzero.engine import probe
 from layerzero.ops import FORMER_NAMES, FUNCTIONS
+from layerzero.ops.quantize.conversion import PRIORITIES, profiled
 
 PREFIX, ENVIRONMENT = "LAYERZERO_", "environment"
 
@@ -138,9 +139,7 @@ SETTINGS: dict[str, Setting] = {
     "memory.block_share": Setting(
         float, 0.8, "the share of the largest free block that a workspace may take", most=1.0, above=0.0
     ),
-    "memory.max_age_s": Setting(
-        float, 60.0, "how old a reading of free memory may be when a call is chosen for; hits read nothing"
-    ),
+    "memory.max_age_s": Setting(float, 60.0, "how old a reading of free memory may be in a choice; hits read nothing"),
     "memory.fragmentation": Setting(
         float,
         0.5,
@@ -203,6 +202,19 @@ SETTINGS: dict[str, Setting] = {
         scoped=False,
         at_start=True,
         fits=lambda text: device.generations_of(text or ""),
+    ),
+    "quant.fallback": Setting(
+        str,
+        "requested",
+        "where no fast kernel takes a format of weights, lz.optimize takes another one: never, for weights that it is "
+        "to quantise, or also for those that a model holds quantised, which lose again",
+        ("never", "requested", "held"),
+    ),
+    "quant.priority": Setting(
+        str, "balanced", "what lz.optimize prefers among formats of weights: see docs/quantizing.md", PRIORITIES
+    ),
+    "quant.profile": Setting(
+        dict[str, Any], {}, "format to what a model loses in it, as `mxfp4: 0.05`: counts before ranks", fits=profiled
     ),
     "cache.enabled": Setting(bool, True, "keep plans; false chooses anew on each call"),
     "cache.max_size": Setting(int, 10_000, "plans kept for each policy"),
@@ -271,8 +283,7 @@ SETTINGS: dict[str, Setting] = {
 
 DECIDE_NOTHING = frozenset({
     *("log_selections", "explain_enabled", "sampling_rate", "vet_in_background", "tune_samples", "auto_tune_on_warmup"),
-    "plan_mode",
-    *("cache.enabled", "cache.max_size", "perfdb.enabled", "perfdb.path", "telemetry_sampling_rate"),
+    *("plan_mode", "cache.enabled", "cache.max_size", "perfdb.enabled", "perfdb.path", "telemetry_sampling_rate"),
     *("isolation.timeout_s", "builds.max_waiting", "manifest.stale_days"),
     *("memory.safety_factor", "memory.block_share", "memory.max_age_s", "memory.fragmentation", "memory.large_pages"),
 })  # fmt: skip

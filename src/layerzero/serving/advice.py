@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from layerzero.backends.torch.quantized_linear import AS_NUMBERS
 from layerzero.core.device import Device
 from layerzero.core.evidence import Provenance
 from layerzero.core.kernel import Kernel
@@ -31,6 +32,7 @@ from layerzero.inspection.answers import explain
 from layerzero.inspection.model_sets import fitting_libraries
 from layerzero.ops import function_of
 from layerzero.ops.linear.weight_formats import examples_of_formats
+from layerzero.ops.quantize.conversion import PATHS, ranked
 from layerzero.tuning.measurement.jobs import Job, jobs_of_cases
 from layerzero.tuning.measurement.tune import jobs_called
 
@@ -157,6 +159,8 @@ class FormatChoice:
         rounded: what kernels may round rows to; empty where they may not.
         here: the kernel that runs with the libraries that are here.
         kernels: those of all tested libraries that fit, in the order of preference where nothing was measured.
+        instead: where all of these multiply with the numbers written out, formats that a kernel takes as they are, in
+            the order of ``quant.priority``. A weight that is quantised already is quantised anew, and loses again.
     """
 
     name: str
@@ -166,6 +170,7 @@ class FormatChoice:
     rounded: str
     here: str
     kernels: tuple[str, ...]
+    instead: tuple[str, ...] = ()
 
 
 _OF_BYTES = frozenset({"avx_vnni", "avx512_vnni", "amx_int8"})
@@ -193,4 +198,8 @@ def formats(
         kernels = tuple(one.kernel.id for one in report.candidates if one.legal and not one.kernel.is_reference)
         native = each.numbers in device.dtypes or (each.numbers == "int8" and bool(_OF_BYTES & device.instruction_sets))
         found.append(FormatChoice(each.name, each.bits, each.loss, native, each.rounded, here or "", kernels))
-    return tuple(found)
+    fast = [each.name for each in found if not all(kernel.startswith(AS_NUMBERS) for kernel in each.kernels)]
+    others = {of: ranked([each for each in PATHS[of] if each in fast], current_policy(), device.dtypes) for of in PATHS}
+    return tuple(
+        [each if each.name in fast else replace(each, instead=tuple(others.get(each.name, ()))) for each in found]
+    )

@@ -189,6 +189,9 @@ WIDENING = ("torch.quantized_linear", "torch.dequantized_")
 for that than for the product with the weight itself: a token of an 8B Llama in fp8 took 29 ms of it, in bfloat16 5
 (H200, 2026-11-27)."""
 
+AS_NUMBERS = (*WIDENING, "torch.kept_", "reference.")
+"""The same, and of those that keep such a copy: kernels that gain nothing by a format."""
+
 _LONGEST_SUM = 131072
 """Products of 127 and 128 whose sum int32 holds."""
 

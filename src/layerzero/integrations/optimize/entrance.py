@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
@@ -16,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
-from layerzero.core.errors import refuse
+from layerzero.core.errors import LayerZeroFallbackWarning, refuse
 from layerzero.core.system import memory
 from layerzero.core.system.resources import available_bytes
 from layerzero.engine.config import CONFIGURATION, current_policy
@@ -33,6 +34,7 @@ from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.modules import weights as requested
 from layerzero.integrations.optimize.selection import WHOLE, time_inputs, time_random_rows
 from layerzero.integrations.optimize.swaps.candidate import watching
+from layerzero.integrations.optimize.swaps.codes import fell_back
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced, switch_all
@@ -156,6 +158,8 @@ def optimize(
             whichever kernel is fastest then.
         weights: ``"int8"`` quantises the weights of linear layers and experts, by a scale for each output, ``"int4"``
             by one for each 128 columns, ``"int4:32"`` for each 32, ``"fp8"`` to e4m3 by a scale for each output;
+            ``"mxfp4"`` and ``"nvfp4"`` to four bits in blocks. Where no fast kernel takes a format, another one is
+            taken, with a warning, and settings order formats: ``quant.*``, docs/quantizing.md.
             ``"auto"`` takes int8 for experts, and for each layer the format that is fastest on the sizes of the inputs'
             calls, of those within ``accuracy``.
             Nothing is quantised unasked. Each layer is compared with its
@@ -167,7 +171,7 @@ def optimize(
             multiplies them as they are, which gains at a few tokens at most. Without ``weights`` it is for weights
             that the model has quantised by group or in GGUF's blocks.
         accuracy: how far a layer's output may be from its own, as a share of its norm; what loses more stays as it was.
-            None is 0.03 for int8, auto and rows alone, 0.05 for fp8, and 0.15 for int4.
+            None is 0.03 for int8, auto and rows alone, 0.05 for fp8, and 0.15 for four bits.
         training: whether steps of training are what counts: norms, and the loss of a causal language model of
             Transformers, whose outputs have no logits then, in training mode and with labels. A step forward and back
             on ``inputs`` (a dict with labels), or on random texts, proves them and times them. Attention, blocks and
@@ -250,12 +254,14 @@ def optimize(
         with bar_or(progress) as tell:
             workload = None if inputs is None else workload_of(model, inputs, time)
             rounding = requested.rounding(weights, activations, accuracy)
-            search = Search(root, time, workload, tell, graph, rounds, isolate, rounding=rounding)
+            search = Search(root, time, workload, tell, graph, rounds, isolate, rounding=rounding, accuracy=accuracy)
             _optimized(search, report, asked, padding=padding)
     except BaseException:  # all or nothing, whatever failed and however late
         report.undo()
         raise
     report.seconds = time.deadline.spent_s
+    for text in fell_back(report.made):
+        warnings.warn(f"lz.optimize: {text}", LayerZeroFallbackWarning, stacklevel=3)
     return report
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import math
 import zlib
 from array import array
 from collections.abc import Callable, Iterable
@@ -159,3 +161,31 @@ def _words_of(weight: Tensor) -> int:
     if type(weight) not in _PLAIN or weight.device.type != "cpu" or weight.layout is not torch.strided:
         return 0
     return weight.nbytes // _WORD if torch.ops.aten.is_non_overlapping_and_dense.default(weight) else 0
+
+
+_SAMPLE = 1 << 16
+"""Numbers of a weight that are hashed, spread over all of its columns; sums stand for the others."""
+
+
+def mark_of(weight: Tensor) -> str:
+    """What tells the numbers of a weight from others: a sample of their bits, and sums of all and of their squares.
+
+    Sums of whole numbers, modulo 2^64, are the same in any order and by any number of threads.
+    """
+    bits = weight.contiguous().view(_BITS[weight.element_size()]).flatten()
+    step = max(len(bits) // _SAMPLE, 1)
+    while math.gcd(step, len(bits)) > 1:  # else some columns are never looked at
+        step += 1
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _AT_ONCE):
+        wide = bits[start : start + _AT_ONCE].long()
+        sums += torch.stack([wide.sum(), wide.square().sum()])
+    sample = bits[::step].contiguous().view(torch.uint8).tolist()
+    return hashlib.blake2b(bytes(sample) + repr(sums.tolist()).encode(), digest_size=16).hexdigest()
+
+
+_AT_ONCE = 1 << 18
+"""Numbers that are summed together. 4096 x 4096 take 0.13 s so, and 0.5 s by 2^22 (AMD EPYC Zen 4, 2026-11-27)."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers by their bytes."""

@@ -350,18 +350,22 @@ class FormatExample:
     call: tuple[str, Tensor, QuantizedWeight]
 
 
+def without_memory(of: WeightFormat, shape: tuple[int, int], dtype: torch.dtype) -> QuantizedWeight:
+    """A weight of a format on the meta device, as ``lz.quantize_weight`` makes it of numbers of a dtype."""
+    found = {
+        field: torch.empty(shape, dtype=dtype if dtype in dtypes else min(dtypes, key=str), device="meta")
+        for field, (shape, dtypes) in scheme_of(of).wanted(of, *shape).items()
+    }
+    if of.scheme == "fp8":  # ``quantize_weight`` gives such scales, and calls take them without a format
+        found["scale"] = found["scale"].float()
+    return QuantizedWeight.unchecked(of, shape, Fields(**found))
+
+
 def examples_of_formats(rows: int, dtype: torch.dtype, size: int = 4096) -> Iterator[FormatExample]:
     """A product with a square weight in each format, the one that loses least first."""
     for name, loss in LOSSES.items():
         of = usual(name)
-        scheme = scheme_of(of)
-        found = {
-            field: torch.empty(shape, dtype=dtype if dtype in dtypes else min(dtypes, key=str), device="meta")
-            for field, (shape, dtypes) in scheme.wanted(of, size, size).items()
-        }
-        if of.scheme == "fp8":  # ``quantize_weight`` gives such scales, and calls take them without a format
-            found["scale"] = found["scale"].float()
-        weight = QuantizedWeight.unchecked(of, (size, size), Fields(**found))
+        scheme, weight = scheme_of(of), without_memory(of, (size, size), dtype)
         given = torch.empty(rows, size, dtype=dtype, device="meta")
         rounded = "fp8_e4m3" if of.scheme == "fp8" else "int8" if f"{scheme.operation}.int8" in FORMATTED else ""
         numbers = {"fp8": "float8_e4m3"}.get(name, name)

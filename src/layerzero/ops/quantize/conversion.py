@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.core.errors import InvalidCallError, refuse
+from layerzero.core.errors import InvalidCallError, PolicyError, refuse
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.quantize.gguf import KINDS
 from layerzero.ops.quantize.groups import GROUPED
@@ -20,6 +20,36 @@ from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import Fields, WeightFormat
 
 _WHOLE = re.compile(r"int([2-8])")
+
+PATHS: Mapping[str, tuple[str, ...]] = {"nvfp4": ("int4", "mxfp4"), "int4": ("mxfp4",), "mxfp4": ("int4",)}
+"""By format, those in place of it where no fast kernel takes it, the first one first.
+
+Each holds other numbers: a weight that is quantised already is quantised anew, and loses again.
+"""
+
+PRIORITIES = ("balanced", "high", "performance")
+"""What comes first: a path's own order; what loses least; what the device computes in."""
+
+
+def profiled(profile: Mapping[str, Any]) -> None:
+    """Check what a model loses in formats. Raises: PolicyError for an unknown format and for what is no share."""
+    for name, loss in profile.items():
+        if name not in LOSSES:
+            raise PolicyError(f"wanted formats, {', '.join(LOSSES)}, got {name!r}")
+        if type(loss) not in (int, float) or not loss >= 0:
+            raise PolicyError(f"wanted a share from 0, as 0.05, for {name}, got {told(loss)}")
+
+
+def ranked(names: Iterable[str], policy: Any, native: Collection[str] = ()) -> list[str]:
+    """Formats in the order of the settings ``quant.*`` of a policy; ``native`` are those that the device computes in.
+
+    Ranks are what normal numbers lose (:data:`LOSSES`), unless a model's profile says otherwise.
+    """
+    if policy["quant.priority"] == "high":
+        losses = {**LOSSES, **dict(policy["quant.profile"])}
+        return sorted(names, key=lambda name: losses[name.partition(":")[0]])
+    performance = policy["quant.priority"] == "performance"
+    return sorted(names, key=lambda name: performance and name not in native)
 
 
 def usual(name: str) -> WeightFormat:

@@ -156,6 +156,7 @@ class Search:
         holders: those of what holds modules whose weights are quantised on request, a decoder's layers among them.
         rounding: what rows of weights that are quantised already may lose where they are rounded to eight bits, as a
             share of the product's norm; None where they stay as they are.
+        accuracy: what they may lose in another format; None for the usual bound.
     """
 
     root: Module
@@ -169,6 +170,7 @@ class Search:
     taken: set[int] = field(default_factory=set)
     holders: set[int] = field(default_factory=set)
     rounding: float | None = None
+    accuracy: float | None = None
 
 
 def find(search: Search) -> Iterator[Replaced | Left]:

@@ -4,6 +4,11 @@ Those that gpt-oss keeps in mxfp4, by Transformers, call a Triton kernel of the 
 compared with it or timed against it there. So the tensors that a module keeps tell its format. Results are compared
 with the class's formula, in float32, on the dequantised numbers of two experts. Transformers 5.24,
 ``integrations/mxfp4.py``.
+
+What the weight of any layer loses in a format, kept in the database of times for later requests.
+
+A row is of the kernel that computed the product, in its environment, as a time is. Its work has one fact more, the
+weight itself, so that no call finds it; its one sample is too noisy for a prediction.
 """
 
 from __future__ import annotations
@@ -18,9 +23,14 @@ from torch import Tensor
 from torch.nn import Module
 
 import layerzero as lz
+from layerzero.core.device import Device
+from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, in_short
+from layerzero.core.evidence import Measurement
 from layerzero.core.plan import Report
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.modules.experts import Experts, call_of, compute, example_of, experts, mixed
 from layerzero.integrations.optimize.modules.int8 import why_not
@@ -33,7 +43,16 @@ from layerzero.integrations.optimize.swaps.candidate import (
     refusal,
     watching,
 )
-from layerzero.integrations.optimize.swaps.codes import Requested, narrowed, version
+from layerzero.integrations.optimize.swaps.codes import (
+    LEAST_GROUP,
+    CodedProduct,
+    Requested,
+    bias_of,
+    call,
+    for_columns,
+    narrowed,
+    version,
+)
 from layerzero.integrations.optimize.swaps.swap import (
     ABSENT,
     MARK,
@@ -45,13 +64,17 @@ from layerzero.integrations.optimize.swaps.swap import (
     stock_forward,
 )
 from layerzero.integrations.optimize.swaps.weights import Packs
+from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import RUN
 from layerzero.integrations.transformers_experts import numbers_of
+from layerzero.ops.linear.glance import mark_of
 from layerzero.ops.linear.packed import PACKED, PackedWeight
 from layerzero.ops.moe.experts import moe_experts
 from layerzero.ops.moe.quantized import ROUNDED
 from layerzero.ops.quantize.weight import QuantizedWeight
+from layerzero.tuning.storage.rows import Work
+from layerzero.tuning.storage.store import StoreLedger
 
 
 class CodedExperts(Experts, Requested):
@@ -137,13 +160,11 @@ def find(search: Search, of: str, activations: str | None, accuracy: float, aske
 def _made(plain: Candidate, of: str, activations: str | None) -> Candidate | str:
     module = plain.swap.module
     assert isinstance(plain.swap.state, Experts)
-    if of.startswith("int4"):
-        sizes = [each.shape[1 if plain.swap.state.form.transposed else 2] for each in plain.swap.state.own(module)]
-        group = math.gcd(*sizes, int(of.partition(":")[2] or 128))
-        if group < LEAST_GROUP:
-            return f"no group of {LEAST_GROUP} divides their {sizes[0]} and {sizes[1]} columns"
-        of = f"int4:{group}"
-    state = CodedExperts(module, plain.swap.state, of, activations)
+    sizes = [each.shape[1 if plain.swap.state.form.transposed else 2] for each in plain.swap.state.own(module)]
+    fitting = for_columns(of, math.gcd(*sizes))
+    if fitting is None:
+        return f"no group of {LEAST_GROUP} divides their {sizes[0]} and {sizes[1]} columns"
+    state = CodedExperts(module, plain.swap.state, fitting, activations)
     rows, (ids, shares) = plain.example, plain.others
     given, named = call_of(rows, state.weights(module), ids, shares, state.packed)
     named |= state.told(module)
@@ -171,10 +192,6 @@ def _unrounded(report: Report) -> str:
     of = [each for each in report.candidates if each.kernel.operations == alone and each.reasons]
     refused = "; ".join(f"{each.kernel.id}: {', '.join(map(str, each.reasons))}" for each in of)
     return f"no kernel rounds the rows of such experts here ({refused})"
-
-
-LEAST_GROUP = 32
-"""Columns that share a scale, where no more divide a row."""
 
 
 def losses(made: Sequence[Candidate], compute: Callable[..., Tensor], search: Search, what: str) -> dict[int, float]:
@@ -327,3 +344,43 @@ def _checked(module: Module, parent: Module | None) -> tuple[str, str | None, fl
     if not agrees(error, dtype):
         return f"{_CALLS} by {kernel} was off by {error:.2g} of the largest value"
     return _CALLS, kernel, error, Swap(module, _mx_experts, state)
+
+
+SURELY = 1.25
+"""A format is left out unseen where it lost so many times what is allowed: other rows lose a little less or more."""
+
+
+def work_of(weight: Tensor, of: str, activations: str | None, *, on_inputs: bool) -> Work:
+    """The work under which the loss of a weight (N, K) in a format is kept."""
+    facts = {
+        "operation": f"optimize.weights.{of}",
+        "dtype": dtype_name(weight.dtype),
+        "shape": " x ".join(map(str, weight.shape)),
+        "activations": str(activations),
+        "rows": "of inputs" if on_inputs else "random",
+        "weight": mark_of(weight.detach()),
+        "device_name": Device.detect(weight.device).name,
+    }
+    return Work(tuple(sorted(facts.items())))
+
+
+def known(work: Work, device: torch.device) -> float | None:
+    """The loss that is kept for a work, by kernels as they are here; None where there is none."""
+    ledger = ENGINE.ledger
+    if not isinstance(ledger, StoreLedger):
+        return None
+    found = ledger.times.errors(work, Device.detect(device))
+    return max(found.values()) if found else None
+
+
+def keep(found: Candidate, work: Work, loss: float) -> None:
+    """Keep what a layer lost, with the time of its product with the example's rows."""
+    ledger, state, kernel = ENGINE.ledger, found.swap.state, found.kernel
+    assert isinstance(state, CodedProduct)
+    if not isinstance(ledger, StoreLedger) or kernel is None or not math.isfinite(loss):
+        return
+    module, rows = found.swap.module, found.example
+    with quiet(module):
+        took_us = max(1e6 * timing.taken(lambda: call(state, rows, bias_of(module)), rows.device), 0.1)
+    told = Measurement(took_us, took_us, 0.0, 1, noise=1.0, origin="optimize", error=loss)
+    ledger.times.record_work(REGISTRY.kernel(kernel), work, Device.detect(rows.device), told)

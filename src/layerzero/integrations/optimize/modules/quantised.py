@@ -4,17 +4,11 @@ Modules of GPTQ, AWQ, Marlin, compressed-tensors, torchao and bitsandbytes, and 
 They are known by the names, shapes and dtypes of what they keep, so that their libraries need not be there, and each is
 compared with the module's own output: GPTQ's two versions of zero points differ in nothing else. Some modules round
 their rows to eight bits, or scales to bfloat16. LayerZero's product does not, and is only as near as such roundings.
-
-What the weight of a layer loses in a format, kept in the database of times for later requests.
-
-A row is of the kernel that computed the product, in its environment, as a time is. Its work has one fact more, the
-weight itself, so that no call finds it; its one sample is too noisy for a prediction.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,26 +18,26 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from layerzero.backends.torch.quantized_linear import AS_NUMBERS
 from layerzero.core.device import Device
-from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, in_short
-from layerzero.core.evidence import Measurement
-from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.registry import REGISTRY
+from layerzero.core.reasons import ReasonCode
+from layerzero.engine.config import current_policy
+from layerzero.inspection.answers import explain
 from layerzero.integrations.optimize.attention.transformers import Search
 from layerzero.integrations.optimize.modules.coded_experts import losses
 from layerzero.integrations.optimize.modules.int8 import product_of, tried
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, Candidate, distance, quiet, random_rows
-from layerzero.integrations.optimize.swaps.codes import CodedProduct, Held, Weight, bias_of, call
+from layerzero.integrations.optimize.swaps.codes import Converted, Held, Weight, bias_of, call, for_columns, format_of
 from layerzero.integrations.optimize.swaps.swap import stock_forward
-from layerzero.integrations.optimize.times import timing
-from layerzero.integrations.optimize.times.report import Left, Replaced
+from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
+from layerzero.ops.linear.weight_formats import without_memory
+from layerzero.ops.quantize.conversion import PATHS, ranked
 from layerzero.ops.quantize.gguf import KINDS as BLOCKS
 from layerzero.ops.quantize.gguf import NUMBERS
+from layerzero.ops.quantize.schemes import conversion
 from layerzero.ops.quantize.weight import QuantizedWeight
 from layerzero.ops.quantize.weight_format import WeightFormat, packed
-from layerzero.tuning.storage.rows import Work
-from layerzero.tuning.storage.store import StoreLedger
 
 Read = Callable[[Module], tuple[Tensor | None, ...]]
 Make = Callable[..., Weight]
@@ -211,6 +205,20 @@ KINDS = (
         lambda words, scale, shape, *_: words.shape[0] == scale.shape[0] and scale.ndim == shape.numel() == 2,
         _compressed,
     ),
+    Kind(
+        _named("weight_packed", "weight_scale", "weight_global_scale"),
+        3,
+        lambda data, scale, _: data.dtype is torch.uint8 and scale.dtype is torch.float8_e4m3fn,
+        lambda _, data, scale, second: QuantizedWeight.from_nvfp4(data, scale, second.float(), divides=True),
+        True,
+    ),
+    Kind(
+        _named("weight_packed", "weight_scale"),
+        2,
+        lambda data, scale: data.dtype is torch.uint8 and scale.dtype in {torch.uint8, torch.float8_e8m0fnu},
+        lambda _, data, scale: QuantizedWeight.from_mx(data, scale),
+        True,
+    ),
     Kind(_in_tensor, 3, lambda codes, scale, zero: codes.dtype is torch.int8 and scale.shape == zero.shape, _unpacked),
     Kind(_named("weight", "weight_scale_inv", "activation_scale"), 2, _of_float8, lambda *of: _float8(*of[:3]), True),
     Kind(_named("weight", "weight_scale", "input_scale"), 2, _of_float8, lambda *of: _float8(*of[:3]), True),
@@ -239,7 +247,73 @@ def find(search: Search) -> Iterator[Replaced | Left]:
             continue
         same = functools.partial(_same, module, kinds, rounded)
         exact.append(tried(search, path, module, kinds[0].read(module)[0], same))
+    exact = list(_elsewhere(search, exact))
     yield from exact if rounded is None else _with_rounded_rows(search, exact, rounded)
+
+
+def _elsewhere(search: Search, found: list[Replaced | Left]) -> Iterator[Replaced | Left]:
+    """All of them, but weights that no fast kernel takes in another format, where ``quant.fallback`` is ``held``.
+
+    Else it says what that takes: weights are quantised anew, and lose again.
+    """
+    made: dict[int, Candidate] = {}
+    why: dict[int, str] = {}
+    for each in found:
+        known = each.candidate if isinstance(each, Replaced) else None
+        if known is None or (step := _step(known)) is None:
+            continue
+        (of, why[id(each)]), module = step, known.swap.module
+        work = f"converting {type(module).__name__}"
+        if current_policy()["quant.fallback"] != "held":
+            code = ReasonCode.REQUANTIZATION_REQUIRED
+            why[id(each)] = f"[{code}] {why[id(each)]}; set quant.fallback to held for that"
+        elif not search.time.allows(work, work):
+            why[id(each)] += f"; {NO_TIME}"
+        else:
+            try:
+                with search.time.taking(work):
+                    state = Converted(module, known.swap.state, of)  # type: ignore[arg-type]  # of one that is held
+            except InvalidCallError as error:  # its numbers are not finite
+                why[id(each)] += f"; {in_short(error)}"
+                continue
+            made[id(each)] = product_of(module, state, known.example)
+    lost = losses(list(made.values()), _of_rows, search, "what another format loses on the inputs")
+    bound = ANEW if search.accuracy is None else search.accuracy
+    for each in found:
+        other = made.get(id(each))
+        if other is not None and (loss := lost[id(other.swap.module)]) <= bound:
+            other.error = other.swap.state.loss = loss  # type: ignore[attr-defined]
+            yield Replaced.of(each.path, other)
+            continue
+        if other is not None:
+            code, told = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED, why[id(each)]
+            why[id(each)] = f"[{code}] {told}; it loses {loss:.2g} of its output, accuracy={bound:g} allows less"
+        if id(each) in why:
+            yield Left(each.path, each.module, why[id(each)])
+        yield each
+
+
+ANEW = 0.15
+"""What a product may lose where its weight is quantised anew to four bits."""
+
+
+def _step(found: Candidate) -> tuple[str, str] | None:
+    """The format that a weight without a fast kernel can have one in, and what that costs; None where there is none."""
+    state, rows = found.swap.state, found.example
+    if not isinstance(state, Held) or isinstance(state.weight, Tensor) or state.kind not in PATHS:
+        return None
+    if not (found.kernel or "").startswith(AS_NUMBERS):
+        return None
+    device, (outputs, inputs) = Device.detect(rows.device), state.weight.shape
+    for name in ranked(PATHS[state.kind], current_policy(), device.dtypes):
+        if (of := for_columns(name, inputs)) is None:
+            continue
+        example = without_memory(format_of(of), (outputs, inputs), torch.bfloat16)
+        other = explain(found.asked[0], rows.new_empty(rows.shape, device="meta"), example, device=device).kernel_id
+        if other is not None and not other.startswith(AS_NUMBERS):
+            cost = conversion(format_of(of), state.weight.shape)
+            return of, f"no fast kernel takes {state.kind} here, {other} takes {name}; {cost}"
+    return None
 
 
 _ASKED = "activations='int8'"
@@ -322,70 +396,3 @@ def _rounded(error: float, got: Tensor, expected: Tensor) -> bool:
     one, other = got.double(), expected.double()
     scaled = ((one - other) * other).sum() / other.square().sum()
     return error <= TOLERANCE[torch.bfloat16] and bool(scaled.abs() <= SCALED)
-
-
-SURELY = 1.25
-"""A format is left out unseen where it lost so many times what is allowed: other rows lose a little less or more."""
-
-_SAMPLE = 1 << 16
-"""Numbers of a weight that are hashed, spread over all of its columns; sums stand for the others."""
-
-
-def work_of(weight: Tensor, of: str, activations: str | None, *, on_inputs: bool) -> Work:
-    """The work under which the loss of a weight (N, K) in a format is kept."""
-    facts = {
-        "operation": f"optimize.weights.{of}",
-        "dtype": dtype_name(weight.dtype),
-        "shape": " x ".join(map(str, weight.shape)),
-        "activations": str(activations),
-        "rows": "of inputs" if on_inputs else "random",
-        "weight": _mark_of(weight.detach()),
-        "device_name": Device.detect(weight.device).name,
-    }
-    return Work(tuple(sorted(facts.items())))
-
-
-def _mark_of(weight: Tensor) -> str:
-    """What tells the numbers of a weight from others: a sample of their bits, and sums of all and of their squares.
-
-    Sums of whole numbers, modulo 2^64, are the same in any order and by any number of threads.
-    """
-    bits = weight.contiguous().view(_BITS[weight.element_size()]).flatten()
-    step = max(len(bits) // _SAMPLE, 1)
-    while math.gcd(step, len(bits)) > 1:  # else some columns are never looked at
-        step += 1
-    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), _AT_ONCE):
-        wide = bits[start : start + _AT_ONCE].long()
-        sums += torch.stack([wide.sum(), wide.square().sum()])
-    sample = bits[::step].contiguous().view(torch.uint8).tolist()
-    return hashlib.blake2b(bytes(sample) + repr(sums.tolist()).encode(), digest_size=16).hexdigest()
-
-
-_AT_ONCE = 1 << 18
-"""Numbers that are summed together. 4096 x 4096 take 0.13 s so, and 0.5 s by 2^22 (AMD EPYC Zen 4, 2026-11-27)."""
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by their bytes."""
-
-
-def known(work: Work, device: torch.device) -> float | None:
-    """The loss that is kept for a work, by kernels as they are here; None where there is none."""
-    ledger = ENGINE.ledger
-    if not isinstance(ledger, StoreLedger):
-        return None
-    found = ledger.times.errors(work, Device.detect(device))
-    return max(found.values()) if found else None
-
-
-def keep(found: Candidate, work: Work, loss: float) -> None:
-    """Keep what a layer lost, with the time of its product with the example's rows."""
-    ledger, state, kernel = ENGINE.ledger, found.swap.state, found.kernel
-    assert isinstance(state, CodedProduct)
-    if not isinstance(ledger, StoreLedger) or kernel is None or not math.isfinite(loss):
-        return
-    module, rows = found.swap.module, found.example
-    with quiet(module):
-        took_us = max(1e6 * timing.taken(lambda: call(state, rows, bias_of(module)), rows.device), 0.1)
-    told = Measurement(took_us, took_us, 0.0, 1, noise=1.0, origin="optimize", error=loss)
-    ledger.times.record_work(REGISTRY.kernel(kernel), work, Device.detect(rows.device), told)

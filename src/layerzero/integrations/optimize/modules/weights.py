@@ -16,31 +16,41 @@ from torch.nn import Embedding, Module
 
 from layerzero.backends.torch.quantized_linear import WIDENING
 from layerzero.core.arguments import told
+from layerzero.core.device import Device
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine.config import current_policy
+from layerzero.engine.policy import Policy
 from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.modules import coded_experts, quantised
-from layerzero.integrations.optimize.modules.coded_experts import LEAST_GROUP, losses
+from layerzero.integrations.optimize.modules import coded_experts
+from layerzero.integrations.optimize.modules.coded_experts import losses
 from layerzero.integrations.optimize.modules.int8 import KIND, product_of, untimed
 from layerzero.integrations.optimize.swaps.candidate import Candidate, quiet, random_rows, refusal, watching
-from layerzero.integrations.optimize.swaps.codes import CodedProduct, Made, bias_of, call
+from layerzero.integrations.optimize.swaps.codes import LEAST_GROUP, CodedProduct, Made, bias_of, call, for_columns
 from layerzero.integrations.optimize.swaps.swap import SIZES, size_of, stock_forward, weight_of
 from layerzero.integrations.optimize.swaps.weights import is_plain, may_be_product, turns
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced
 from layerzero.integrations.optimize.times.workload import RUN
 from layerzero.ops.linear.packed import DENSE, PackedWeight
+from layerzero.ops.quantize.conversion import PATHS, ranked
 from layerzero.tuning.storage.rows import Work
 
 FORMATS = ("int8", "int4", "int4:32", "fp8")
 """What weights may be quantised to: int8 and float8 with a scale for each output, four bits with one for each 128 or 32
 columns of it."""
 
+IN_FOUR_BITS = ("mxfp4", "nvfp4")
+"""What else, on demand or where a device computes in it and time comes first."""
+
 AUTO = "auto"
 """Of these that which takes the least time, of those within the bound; for each layer."""
 
 ACTIVATIONS = (None, "int8")
 
-ACCURACY = {"int8": 0.03, "int4": 0.15, "int4:32": 0.15, "fp8": 0.05, AUTO: 0.03}
+ROWS_STAY = ("fp8", *IN_FOUR_BITS)
+"""Formats whose rows no kernel rounds to int8."""
+
+ACCURACY = {"int8": 0.03, "int4": 0.15, "int4:32": 0.15, "fp8": 0.05, "mxfp4": 0.15, "nvfp4": 0.15, AUTO: 0.03}
 """How far a layer's output may be from its own, relative to its size. Normal rows lose 0.011 in int8, rows that are
 products of two such numbers, as in gated blocks, 0.026 (1024 inputs, 2816 of them). Normal weights lose 0.10 in four
 bits in groups of 128, 0.09 in groups of 32, and 0.027 in float8."""
@@ -58,26 +68,34 @@ class Request:
         activations: what rows are quantised to; None for as they are.
         accuracy: how far each layer's output may be from its own, relative to its size.
         known: of layers that were timed, the formats, those first that take least.
+        policy: the settings, ``quant.*`` among them.
     """
 
     weights: str
     activations: str | None
     accuracy: float
     known: dict[Hashable, list[str]] = field(default_factory=dict)
+    policy: Policy = field(default_factory=current_policy)
 
     def __str__(self) -> str:
         rows = "" if self.activations is None else f", activations={self.activations!r}"
         return f"weights={self.weights!r}{rows}"
 
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """What comes into question."""
-        return FORMATS if self.weights == AUTO else (self.weights,)
+    def formats(self, device: torch.device) -> list[str]:
+        """What comes into question, in order; behind the requested format those that replace it without a kernel."""
+        native = Device.detect(device).dtypes
+        if self.weights != AUTO:
+            others = () if self.policy["quant.fallback"] == "never" else PATHS.get(self.weights.partition(":")[0], ())
+            return [self.weights, *ranked(others, self.policy, native)]
+        quick, profile = self.policy["quant.priority"] == "performance", dict(self.policy["quant.profile"])
+        more = [each for each in IN_FOUR_BITS if quick and each in native]
+        within = [each for each in (*FORMATS, *more) if profile.get(each.partition(":")[0], 0.0) <= self.accuracy]
+        return ranked(within, self.policy, native)
 
     def find(self, search: Search) -> Iterator[Replaced | Left]:
         """Linear layers whose output stays within the bound; what holds them stays as it is, save decoder layers."""
         of = KIND if self.weights == AUTO else self.weights
-        activations = None if of == "fp8" else self.activations
+        activations = None if of in ROWS_STAY else self.activations
         yield from coded_experts.find(search, of, activations, self.accuracy, str(self))
         parents = {id(child): parent for parent in search.root.modules() for child in parent.children()}
         layers: dict[str, tuple[Module, bool]] = {}
@@ -99,7 +117,7 @@ class Request:
                 layers[path] = module, bool(turned)
         if not any_linear:
             yield Left("", type(search.root).__name__, f"{self}: it has no Linear with a floating weight of its own")
-        sizes = _sizes([module for module, _ in layers.values()], search) if len(self.formats) > 1 else {}
+        sizes = _sizes([module for module, _ in layers.values()], search) if self._is_timed else {}
         orders = {path: self._order(search, *layer, sizes) for path, layer in layers.items()}
         taken, last = set[int](), dict.fromkeys(layers, "")
         kept: dict[int, Work] = {}
@@ -111,14 +129,19 @@ class Request:
                     made[path] = found
                     continue
                 del layers[path]
-                yield Left(path, type(module).__name__, f"{self}: {last[path] or found}")
+                others = PATHS.get(self.weights, ()) if self.policy["quant.fallback"] == "never" else ()
+                step = f"; set quant.fallback to requested for {' or '.join(others)}" if others and last[path] else ""
+                yield Left(path, type(module).__name__, f"{self}: {last[path] or found}{step}")
             lost = losses(list(made.values()), _of_rows, search, "what quantised weights lose on the inputs")
             for path, each in made.items():
                 module, loss = each.swap.module, lost[id(each.swap.module)]
                 if widens := _widens(each):
                     last[path] = "; ".join(filter(None, [last[path], widens]))
                     continue
-                quantised.keep(each, kept[id(module)], loss)
+                if self.weights != AUTO:
+                    each.swap.state.instead_of = self.weights if last[path] else ""  # type: ignore[attr-defined]
+                    orders[path].clear()  # another format is for kernels, not for what is lost
+                coded_experts.keep(each, kept[id(module)], loss)
                 if not loss <= self.accuracy:
                     last[path] = "; ".join(filter(None, [last[path], self._exceeded(each.kind, loss)]))
                     continue
@@ -132,9 +155,15 @@ class Request:
                 if id(module) not in taken and search.workload is not None:  # else nothing times both together
                     search.holders.add(id(module))
 
+    @property
+    def _is_timed(self) -> bool:
+        """Whether time decides among formats."""
+        return self.weights == AUTO and self.policy["quant.priority"] != "high"
+
     def _exceeded(self, of: str, loss: float, when: str = "") -> str:
         """That a layer loses more in a format than is allowed."""
-        code, of = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED, f" in {of}" if len(self.formats) > 1 else ""
+        code, of = ReasonCode.QUANT_ACCURACY_THRESHOLD_EXCEEDED, of.partition(":")[0]
+        of = f" in {of}" if of != self.weights.partition(":")[0] else ""
         return f"[{code}] it loses {loss:.2g} of its output{of}{when}, accuracy={self.accuracy:g} allows less"
 
     def _next(
@@ -145,18 +174,17 @@ class Request:
         A format in which this very weight is known to lose too much is left out, where rows are random: with inputs
         they are others each time. ``kept`` gets the work of its loss.
         """
-        weight, why = weight_of(module), "no format comes into question"
+        weight, why = weight_of(module), f"quant.profile says that each format loses more than {self.accuracy:g}"
         step = f"quantising {type(module).__name__}"
         columns = weight.shape[0 if turned else 1]
-        while order:
-            of = _for_columns(order.pop(0), columns)
-            if of is None:
+        for _ in order[:] if self.weights == AUTO else order[:1]:  # those behind it are for where no kernel takes it
+            if (of := for_columns(order.pop(0), columns)) is None:
                 why = f"no group of {LEAST_GROUP} divides its {columns} columns"
                 continue
-            rows = None if of == "fp8" else self.activations
-            work = quantised.work_of(weight, of, rows, on_inputs=search.workload is not None)
-            lost = quantised.known(work, weight.device) if search.workload is None else None
-            if lost is not None and lost > quantised.SURELY * self.accuracy:
+            rows = None if of in ROWS_STAY else self.activations
+            work = coded_experts.work_of(weight, of, rows, on_inputs=search.workload is not None)
+            lost = coded_experts.known(work, weight.device) if search.workload is None else None
+            if lost is not None and lost > coded_experts.SURELY * self.accuracy:
                 why = self._exceeded(of, lost, " as measured before")
             elif not search.time.allows(step, step):
                 return NO_TIME
@@ -168,18 +196,18 @@ class Request:
 
     def _made(self, module: Module, of: str, *, turned: bool) -> Candidate:
         weight = weight_of(module)
-        state = Made(weight, of, None if of == "fp8" else self.activations, turned=turned)
+        state = Made(weight, of, None if of in ROWS_STAY else self.activations, turned=turned)
         columns = weight.shape[0 if turned else 1]
         return product_of(module, state, random_rows(module, columns, dtype=weight.dtype, device=weight.device))
 
     def _order(self, search: Search, module: Module, turned: bool, sizes: Mapping[int, Mapping[int, int]]) -> list[str]:
         """The formats, those of products that take least first; of layers of one shape and sizes once."""
-        if len(self.formats) == 1:
-            return list(self.formats)
         weight = weight_of(module)
+        if not self._is_timed:
+            return self.formats(weight.device)
         called = sizes.get(id(module)) or dict.fromkeys(SIZES, 1)
         columns = weight.shape[0 if turned else 1]
-        formats = list(dict.fromkeys(_for_columns(each, columns) or each for each in self.formats))
+        formats = list(dict.fromkeys(for_columns(each, columns) or each for each in self.formats(weight.device)))
         about = tuple(weight.shape), weight.dtype, weight.device, turned, tuple(called.items())
         step = f"timing formats of {type(module).__name__}"
         if about not in self.known and search.time.allows(step, step):
@@ -191,7 +219,7 @@ class Request:
         """By the time of all calls that are made, each size as often as it comes."""
         weight, took = weight_of(module), dict.fromkeys(formats, math.inf)
         columns = weight.shape[0 if turned else 1]
-        fitting = [each for each in formats if _for_columns(each, columns)]
+        fitting = [each for each in formats if for_columns(each, columns)]
         made = {each: self._made(module, each, turned=turned).swap.state for each in fitting}
         took |= dict.fromkeys(made, 0.0)
         for rows, count in called.items():
@@ -209,20 +237,13 @@ class Request:
 
 
 def _widens(found: Candidate) -> str:
-    """Why a weight on a GPU stays as it is: no kernel takes its codes. On a CPU the clock decides."""
-    kernel = found.kernel or ""
-    if found.example.device.type in timing.TIMED or not kernel.startswith(WIDENING):
+    """Why a weight stays as it is: no kernel takes its codes. On a CPU the clock decides, where one may."""
+    kernel, timed = found.kernel or "", found.example.device.type in timing.TIMED
+    if (timed and found.kind not in IN_FOUR_BITS) or not kernel.startswith(WIDENING):
         return ""
-    step = f"`layerzero vet {found.asked[0]}` may allow others"
-    return f"{kernel} writes a weight of {found.kind} out before each product, and no other kernel may run; {step}"
-
-
-def _for_columns(of: str, columns: int) -> str | None:
-    """A format with a group that divides the columns; None where no group does."""
-    if not of.startswith("int4"):
-        return of
-    group = math.gcd(columns, int(of.partition(":")[2] or 128))
-    return None if group < LEAST_GROUP else f"int4:{group}"
+    step, code = f"`layerzero vet {found.asked[0]}` may allow others", ReasonCode.QUANT_FORMAT_UNSUPPORTED
+    why = f"writes a weight of {found.kind} out before each product, and no other kernel may run"
+    return f"[{code}] {kernel} {why}; {step}"
 
 
 def keep_sizes(search: Search, report: Optimized) -> None:
@@ -321,23 +342,26 @@ def _sizes(layers: Sequence[Module], search: Search) -> dict[int, dict[int, int]
 def request(weights: Any, activations: Any, accuracy: Any) -> tuple[Request | None, list[str]]:
     """What is wanted, and what is wrong with it."""
     problems = []
-    if weights is not None and (not isinstance(weights, str) or weights not in (*FORMATS, AUTO)):
-        problems.append(f"weights: wanted None or {' or '.join(map(repr, (*FORMATS, AUTO)))}, got {told(weights)}")
+    if weights is not None and (not isinstance(weights, str) or weights not in ACCURACY):
+        problems.append(f"weights: wanted None or {' or '.join(map(repr, ACCURACY))}, got {told(weights)}")
     if not (activations is None or isinstance(activations, str)) or activations not in ACTIVATIONS:
         problems.append(f"activations: wanted {' or '.join(map(repr, ACTIVATIONS))}, got {told(activations)}")
-    if activations is not None and weights == "fp8":
+    if activations is not None and weights in ROWS_STAY:
         problems.append(
-            f"activations: wanted None with weights='fp8', whose rows stay as they are, got {told(activations)}"
+            f"activations: wanted None with weights={weights!r}, whose rows stay as they are, got {told(activations)}"
         )
     if accuracy is not None and (
         isinstance(accuracy, bool) or not isinstance(accuracy, (int, float)) or not accuracy >= 0
     ):
         problems.append(f"accuracy: wanted a number from 0 or None, got {told(accuracy)}")
-    if accuracy is not None and weights is None and activations is None:
+    alone = weights is None and activations is None and current_policy()["quant.fallback"] != "held"
+    if accuracy is not None and alone:
         problems.append(f"accuracy: wanted weights= or activations= with it, got {told(accuracy)} alone")
     if problems or weights is None:
         return None, problems
-    return Request(weights, activations, float(ACCURACY[weights] if accuracy is None else accuracy)), problems
+    quick = weights == AUTO and current_policy()["quant.priority"] == "performance"
+    usually = ACCURACY["int4" if quick else weights]
+    return Request(weights, activations, float(usually if accuracy is None else accuracy)), problems
 
 
 def rounding(weights: str | None, activations: str | None, accuracy: float | None) -> float | None:

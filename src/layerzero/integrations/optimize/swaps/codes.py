@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.swaps.swap import ABSENT, MARK, State, as_forward, by_name, serves, size_of
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.ops.linear.packed import PACKED, PackedWeight
+from layerzero.ops.quantize.conversion import usual
 from layerzero.ops.quantize.weight_format import ARGUMENTS
 
 Weight = tuple[Tensor, Tensor] | lz.QuantizedWeight
@@ -160,10 +162,12 @@ class Requested:
     Attributes:
         loss: how far a result was from the module's own, relative to its size.
         own_bytes: what the weights take that the codes were made of.
+        instead_of: the format that was requested, or that the model holds, where no fast kernel takes that.
     """
 
     loss = 0.0
     own_bytes = 0
+    instead_of = ""
 
     @property
     def kind(self) -> str:
@@ -232,12 +236,55 @@ class Made(CodedProduct, Requested):
         return codes, scale.reshape(-1)
 
 
-def narrowed(rows: Tensor, of: str) -> lz.QuantizedWeight:
-    """A weight, or a stack, in ``fp8`` by row, in ``int8`` by row, or in ``int4:32`` by groups of 32 columns."""
-    if of == "fp8":
-        return lz.quantize_weight(rows, of)
+class Converted(Held, Requested):
+    """Those of another library's module, quantised anew to another format, and again where they are written into."""
+
+    def __init__(self, module: Module, held: Held, of: str) -> None:
+        own = held._make.func
+
+        def make(module: Module, *read: Tensor | None) -> Weight:
+            was = own(module, *read)
+            assert isinstance(was, lz.QuantizedWeight)
+            return narrowed(was.dequantized(), of)
+
+        super().__init__(module, held._tensors, make)
+        self.own_bytes, self.instead_of = held.code_bytes, held.kind
+
+    @property
+    def bytes(self) -> int:
+        return super().bytes + self.code_bytes
+
+
+LEAST_GROUP = 32
+"""Columns that share a scale, where no more divide a row."""
+
+
+def for_columns(of: str, columns: int) -> str | None:
+    """A format, of int4 with a group that divides the columns; None where no group or block does."""
+    if of.startswith("int4"):
+        group = math.gcd(columns, int(of.partition(":")[2] or 128))
+        return None if group < LEAST_GROUP else f"int4:{group}"
+    return None if columns % {"nvfp4": 16, "mxfp4": 32}.get(of, 1) else of
+
+
+def format_of(of: str) -> lz.WeightFormat:
+    """That of ``int8`` by row, of ``int4:32`` by groups of 32 columns, or of a format by its name."""
     bits, _, group = of.partition(":")
-    return lz.quantize_weight(rows.to(torch.bfloat16), bits, group_size=int(group or 0))
+    if not of.startswith("int"):
+        return usual(of)
+    return lz.WeightFormat("compressed-tensors", bits=int(bits[3:]), group=int(group or 0))
+
+
+def narrowed(rows: Tensor, of: str) -> lz.QuantizedWeight:
+    """A weight, or a stack, in a format of :func:`format_of`."""
+    return lz.quantize_weight(rows.to(torch.bfloat16) if of.startswith("int") else rows, format_of(of))
+
+
+def fell_back(made: Iterable[Requested]) -> list[str]:
+    """What is in another format than was requested or held, as lines."""
+    counts = Counter((each.instead_of, each.kind) for each in made if each.instead_of)
+    why = "which no fast kernel takes here; report.undo() takes it back"
+    return [f"{count} weights are in {to} in place of {of}, {why}" for (of, to), count in counts.items()]
 
 
 def served(module: Module, input: Tensor) -> CodedProduct | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerzero.inspection.trace import numbered, ranges
 from layerzero.integrations.optimize.swaps.candidate import Candidate
-from layerzero.integrations.optimize.swaps.codes import Requested, compared
+from layerzero.integrations.optimize.swaps.codes import Requested, compared, fell_back
 from layerzero.integrations.optimize.swaps.swap import SIZES, Exchange, State, Swap
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs
 from layerzero.integrations.optimize.times.module_times import Spent
@@ -237,10 +237,9 @@ class Optimized:
         if not made:
             return []
         codes, own = sum(each.code_bytes for each in made), sum(each.own_bytes for each in made)
-        kinds = ", ".join(dict.fromkeys(each.kind for each in made))
-        lines = [
-            f"{len(made)} weights in {kinds}: {codes / 1e6:.1f} MB beside {own / 1e6:.1f} MB of theirs, which stay"
-        ]
+        to = ", ".join(dict.fromkeys(each.kind for each in made))
+        lines = [f"{len(made)} weights in {to}: {codes / 1e6:.1f} MB beside {own / 1e6:.1f} MB of theirs, which stay"]
+        lines += fell_back(made)
         losses: dict[str, list[float]] = defaultdict(list)
         for each in self.replaced:
             if isinstance(state := getattr(each.exchange, "state", None), Requested):
