@@ -10,8 +10,10 @@ import sys
 import pytest
 import torch
 
+import layerzero as lz
 from layerzero.core.operation import Tolerance
-from layerzero.testing.compare import difference
+from layerzero.testing.compare import check, difference, expected
+from layerzero.testing.generate import RandomCall
 
 NARROW = Tolerance(1e-5, 1e-5)
 HIDDEN = "the reference gives 0 or -inf for all of this row"
@@ -38,6 +40,24 @@ def test_a_zero_among_numbers_says_nothing_more():
     assert "wanted 0, got 7" in told(got, want)
     assert HIDDEN not in told(got, want)
     assert HIDDEN not in told(torch.tensor(2.0), torch.tensor(1.0))
+
+
+def test_a_call_is_judged_by_the_tolerance_of_the_kernel_that_it_gets():
+    """Codes of a cache are rounded once more than the operation's tolerance knows."""
+
+    def coarse(input, weight, *, eps=1e-6):
+        return torch.nn.functional.rms_norm(input, weight.shape, weight, eps) * 1.004
+
+    wide = {"float32": Tolerance(1e-2, 1e-2)}
+    lz.register_kernel("norm.rms", "user.coarse", tolerance=wide, tolerance_reason="it adds up in bfloat16")(coarse)
+    call = RandomCall("rms_norm", {"input": torch.rand(4, 64) + 1.0, "weight": torch.ones(64)})
+    try:
+        lz.lock("rms_norm", "user.coarse")
+        assert check(call) == []
+        assert check(call, truth=expected(call)) != []
+    finally:
+        lz.unlock("rms_norm")
+        lz.unregister_kernel("user.coarse")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no mprotect")

@@ -24,6 +24,7 @@ from layerzero.core.operation import Operation, OpKind, Routed, Tolerance
 from layerzero.core.system import forking
 from layerzero.engine.config import current_policy
 from layerzero.engine.functions import CALLS
+from layerzero.engine.pick import require
 from layerzero.engine.reference import as_tuple, fake_call, moved, reference_call
 from layerzero.testing.generate import RandomCall
 
@@ -197,6 +198,12 @@ def for_kernel(truth: Expected, kernel: Kernel) -> Expected:
     return replace(truth, judges=judges)
 
 
+def _chosen(call: RandomCall) -> Kernel:
+    ours, policy = CALLS[call.function], current_policy()
+    report, _ = ours.dispatcher.explain(dict(ours.function.bind((), call.arguments)), policy, complete=False)
+    return require(report).kernel
+
+
 def route(call: RandomCall) -> Routed:
     """The operation, canonical arguments and layout of a call, as the engine finds them."""
     function = CALLS[call.function].function
@@ -243,12 +250,13 @@ def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expect
     """Run a call and list what is wrong with it: results, what it wrote into, what it should not have touched.
 
     Args:
-        run: what to call with the arguments; the library's own function by default.
+        run: what to call with the arguments; the library's own function by default, whose kernel has its tolerance.
         truth: what :func:`expected` gave, if it is known.
     Mutated arguments are copied first, so that the call can be run again. What is random is drawn from a state of its
     own; the caller's stays as it was.
     """
-    truth = truth or expected(call)
+    if truth is None:
+        truth = expected(call) if run else for_kernel(expected(call), _chosen(call))
     arguments = {name: _guarded(value) if name in truth.mutated else value for name, value in call.arguments.items()}
     before = {name: _memory(value).clone() for name, value in _tensors(arguments)}
     device = next((value.device for _, value in _tensors(arguments)), torch.device("cpu"))
