@@ -18,20 +18,13 @@ from rich.text import Text
 from layerzero.cli import listing
 from layerzero.cli.bench_tables import check, details, page, plot, refusals, tables
 from layerzero.cli.calls import BenchFlags
-from layerzero.cli.flags import (
-    covers_plain,
-    deadline_of,
-    params_of,
-    plain_params,
-    refuse_tensors,
-    shapes_of,
-    with_threads,
-)
+from layerzero.cli.flags import covers_plain, deadline_of, params_of, plain_params, refuse_tensors, shapes_of
 from layerzero.cli.output import FINE, NO, Answer, Live, live, say
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.engine.config import current_policy
 from layerzero.engine.policy import names_any
 from layerzero.engine.registry import REGISTRY
+from layerzero.testing.single_run import with_threads
 from layerzero.tuning.measurement.bench import TORCH, Benched, Line, TimedBy
 from layerzero.tuning.measurement.clocks import clock_of, current
 from layerzero.tuning.measurement.comparison import Compared, compare, long_calls

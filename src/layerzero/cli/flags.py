@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import math
@@ -10,7 +9,7 @@ import re
 import time
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,18 +72,6 @@ def left_of(budget_s: float) -> float:
     2026-11-24).
     """
     return max(budget_s - time.process_time(), budget_s / 2)
-
-
-@contextlib.contextmanager
-def with_threads(count: int | None) -> Iterator[None]:
-    """Let torch have so many threads inside."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def params_of(texts: Sequence[str], operation: str) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,9 +61,10 @@ def solve(
     The model's calls are recorded at each point of the grid, what they would choose is built, and every legal kernel is
     measured on them. lz.freeze(FILE) holds the plan in a process. A warning tells what time did not suffice for.
     """
-    from layerzero.cli.flags import left_of, with_threads
+    from layerzero.cli.flags import left_of
     from layerzero.core.system.disk import check_place
     from layerzero.serving.solve import solve as run
+    from layerzero.testing.single_run import with_threads
 
     check_place(out)  # before minutes of measuring
     axes = list(map(_axis, bucket or []))
@@ -245,9 +247,7 @@ def serve_health(
 
     asked = {"manifest": manifest, "model": model, "device": device, "sets": asked_for or ()}
     server = probes.serve_health(port, host=host, fallback_file=fallback_file, **asked)  # type: ignore[arg-type]
-    say(f"{server.url} answers /livez, /readyz, /metrics and /statez; Ctrl-C ends it")
-    try:
+    with closing(server):
+        say(f"{server.url} answers /livez, /readyz, /metrics and /statez; Ctrl-C ends it")
         server.wait()
-    finally:
-        server.close()
     return Answer({"url": server.url}, tuple)

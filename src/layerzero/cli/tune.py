@@ -12,10 +12,11 @@ from rich.text import Text
 
 from layerzero.cli import listing
 from layerzero.cli.calls import TuneFlags
-from layerzero.cli.flags import covers_plain, left_of, params_of, plain_params, refuse_tensors, shapes_of, with_threads
+from layerzero.cli.flags import covers_plain, left_of, params_of, plain_params, refuse_tensors, shapes_of
 from layerzero.cli.output import FINE, NO, Answer, Live, live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.core.ledger import Verdict
+from layerzero.testing.single_run import with_threads
 from layerzero.tuning.measurement.contest import Contest
 from layerzero.tuning.measurement.loop import Step
 from layerzero.tuning.measurement.plain import plain_jobs, tune_plain

@@ -13,7 +13,7 @@ import math
 import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -241,11 +241,17 @@ def lost_context(device: Device) -> str:
     return ""
 
 
-@contextmanager
-def all_threads() -> Iterator[None]:
+def all_threads() -> AbstractContextManager[None]:
     """Give torch the threads that it had at first: kernels split their work differently then."""
+    return with_threads(_ALL_THREADS)
+
+
+@contextmanager
+def with_threads(count: int | None) -> Iterator[None]:
+    """Let torch have so many threads inside; those that it has if None."""
     before = torch.get_num_threads()
-    torch.set_num_threads(_ALL_THREADS)
+    if count is not None:
+        torch.set_num_threads(count)
     try:
         yield
     finally:

@@ -228,11 +228,8 @@ def read_database(file: Path) -> list[Row]:
         problem = _copied(file, copy) or damage(copy)
         if problem:
             raise ValueError(f"{file}: wanted a sound database of times: {problem}")
-        database = Database(copy)
-        try:
+        with contextlib.closing(Database(copy)) as database:
             return list(rows(database))
-        finally:
-            database.close()
 
 
 def _copied(file: Path, copy: Path) -> str:
@@ -255,14 +252,11 @@ def _copied(file: Path, copy: Path) -> str:
 def damage(file: Path) -> str:
     """What is wrong with a file as a database of times; empty if it is sound. Reads all of it."""
     try:
-        connection = sqlite3.connect(file)
-        try:
+        with contextlib.closing(sqlite3.connect(file)) as connection:
             if not connections.check(connection):
                 return "wanted a database of times, got an empty one"
             found = [str(line) for (line,) in connection.execute("PRAGMA integrity_check(5)")]
             return "" if found == ["ok"] else "; ".join(found)
-        finally:
-            connection.close()
     except (sqlite3.Error, ForeignError, OtherVersionError, UnicodeError) as error:
         return str(error)
 
@@ -323,11 +317,8 @@ def forget(database: Database, gone: Iterable[Row]) -> int:
 
 def prediction_error(file: Path) -> HeldOut:
     """How far predictions are from the times in a file that they were not made from."""
-    connection = sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)
-    try:
+    with contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as connection:
         return held_out_error(learning.groups(connection))
-    finally:
-        connection.close()
 
 
 def refused(operations: Collection[str], device: torch.device) -> Counter[str]:

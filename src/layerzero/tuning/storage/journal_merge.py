@@ -13,6 +13,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -202,11 +203,9 @@ def sound_rows(path: Path) -> Iterator[list[Row]]:
             connection = open_file(copy, "rw", READ_WAIT_S)
         except (OSError, sqlite3.Error):
             return
-        try:
+        with closing(connection):
             connection.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
             yield from _rows(connection)
-        finally:
-            connection.close()
 
 
 def _rows(connection: sqlite3.Connection) -> Iterator[list[Row]]:

@@ -7,6 +7,7 @@ time has two in one number, since a call reads only what decides: the lower 32 b
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sqlite3
 from collections.abc import Callable, Sequence
@@ -107,12 +108,9 @@ def _made_by(connection: sqlite3.Connection) -> dict[str, str]:
 
 @functools.cache
 def _wanted() -> dict[str, str]:
-    connection = sqlite3.connect(":memory:", isolation_level=None)
-    try:
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
         make(connection)
         return _made_by(connection)
-    finally:
-        connection.close()
 
 
 _encode = msgspec.msgpack.Encoder().encode
