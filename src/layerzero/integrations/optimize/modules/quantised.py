@@ -270,19 +270,16 @@ def _elsewhere(search: Search, found: list[Replaced | Left]) -> Iterator[Replace
         elif not search.time.allows(work, work):
             why[id(each)] += f"; {NO_TIME}"
         else:
-            try:
-                with search.time.taking(work):
-                    state = Converted(module, known.swap.state, of)  # type: ignore[arg-type]  # of one that is held
-            except InvalidCallError as error:  # its numbers are not finite
-                why[id(each)] += f"; {in_short(error)}"
-                continue
-            made[id(each)] = product_of(module, state, known.example)
+            with search.time.taking(work):
+                state = Converted(module, known.swap.state, of)  # type: ignore[arg-type]  # of one that is held
+                made[id(each)] = product_of(module, state, known.example)
     lost = losses(list(made.values()), _of_rows, search, "what another format loses on the inputs")
     bound = ANEW if search.accuracy is None else search.accuracy
     for each in found:
         other = made.get(id(each))
         if other is not None and (loss := lost[id(other.swap.module)]) <= bound:
             other.error = other.swap.state.loss = loss  # type: ignore[attr-defined]
+            yield Left(each.path, each.module, f"{why[id(each)]}; it is in {other.kind} where that gains")
             yield Replaced.of(each.path, other)
             continue
         if other is not None:

@@ -39,7 +39,7 @@ FORMATS = ("int8", "int4", "int4:32", "fp8")
 """What weights may be quantised to: int8 and float8 with a scale for each output, four bits with one for each 128 or 32
 columns of it."""
 
-IN_FOUR_BITS = ("mxfp4", "nvfp4")
+IN_FOUR_BITS = ("nvfp4", "mxfp4")
 """What else, on demand or where a device computes in it and time comes first."""
 
 AUTO = "auto"
@@ -89,7 +89,7 @@ class Request:
             return [self.weights, *ranked(others, self.policy, native)]
         quick, profile = self.policy["quant.priority"] == "performance", dict(self.policy["quant.profile"])
         more = [each for each in IN_FOUR_BITS if quick and each in native]
-        within = [each for each in (*FORMATS, *more) if profile.get(each.partition(":")[0], 0.0) <= self.accuracy]
+        within = [each for each in (*more, *FORMATS) if profile.get(each.partition(":")[0], 0.0) <= self.accuracy]
         return ranked(within, self.policy, native)
 
     def find(self, search: Search) -> Iterator[Replaced | Left]:
@@ -148,6 +148,10 @@ class Request:
                 del layers[path]
                 each.error = each.swap.state.loss = loss  # type: ignore[attr-defined]
                 taken.add(id(module))
+                if last[path] and self.weights != AUTO:
+                    yield Left(
+                        path, type(module).__name__, f"{self}: {last[path]}; it is in {each.kind} where that gains"
+                    )
                 yield Replaced.of(path, each)
         for module in search.root.modules():
             if any(id(each) in taken for each in module.modules()):
