@@ -195,13 +195,14 @@ class Gpu:
 
     Attributes:
         reason: why it is the host's memory; empty where it is CUDA IPC.
-        opened: which buffers the process that runs now has open.
+        buffers: the last ones of each use, which outlive the process.
+        opened: those that the process which runs now has open.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.reason = device, ""
         self.opened: dict[int, Buffer] = {}
-        self._buffers: dict[int, Buffer] = {}
+        self.buffers: dict[int, Buffer] = {}
         self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @property
@@ -231,13 +232,13 @@ class Gpu:
         """
         found = self.opened.get(use)
         if found is None or found.size < size:
-            found = self._buffers.get(use)
+            found = self.buffers.get(use)
             if found is None or found.size < size:
                 found = Buffer(max(LEAST_BYTES, 1 << (size - 1).bit_length()), self.device)
             self.opened.pop(use, None)
             torch.cuda.current_stream(self.device).wait_event(self._read)
             tell(Open(str(self.device), use, found.handle, found.marked()))
-            self._buffers[use] = self.opened[use] = found  # what was in its place is let go of there, too
+            self.buffers[use] = self.opened[use] = found  # what was in its place is let go of there, too
         return found
 
 

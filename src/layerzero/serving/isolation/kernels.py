@@ -98,6 +98,9 @@ class Library:
         if self._lock.acquire(blocking=False):
             try:
                 self.worker.end()
+                for gpu in self._gpus.values():  # an error that is kept keeps frames, and they keep it
+                    gpu.opened.clear()
+                    gpu.buffers.clear()
                 self._gpus.clear()
             finally:
                 self._lock.release()
@@ -220,6 +223,7 @@ class Library:
                 kind = own[0] + at_room, torch.uint8, (size,), (1,)
                 to = tensor_in(self.arena.view, *kind) if ipc is None else ipc.opened[GIVEN].tensor(*kind)
                 to.copy_(bytes_at(tensors[index], start, size))
+                del to  # an error that is kept keeps this frame
             if ipc is not None:
                 ipc.wait()
             state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
