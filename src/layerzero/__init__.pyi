@@ -86,7 +86,7 @@ from layerzero.ops.moe import moe_experts_of_ranks
 from layerzero.ops.moe.experts import moe_experts
 from layerzero.ops.moe.routing import moe_route
 from layerzero.ops.norm.declare import add_residual_rms_norm_, add_rms_norm_, layer_norm, rms_norm
-from layerzero.ops.paged import PagedCache, StepMetadata
+from layerzero.ops.paged import CacheList, PagedCache, StepMetadata
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.quantize import QuantizedWeight, WeightFormat, quantize_weight, read_gguf, repack
 from layerzero.ops.quantize.route import dequantize, quantize
@@ -150,6 +150,7 @@ __all__ = [
     "Axis",
     "Backend",
     "BlockPattern",
+    "CacheList",
     "CacheStep",
     "Case",
     "CudaGraphUnsafeError",
@@ -245,6 +246,7 @@ __all__ = [
     "apply_token_bitmask",
     "attention",
     "avoid",
+    "batched_attention",
     "batched_linear",
     "bind",
     "capturing",
@@ -467,6 +469,70 @@ def attention(
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got;
         NoKernelFoundError if policy leaves no kernel.
     Source: arXiv:1706.03762.
+    """
+
+@overload
+def batched_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    kv_lens: Tensor,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[False] = False,
+    cache_list: CacheList | None = None,
+) -> Tensor: ...
+@overload
+def batched_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    kv_lens: Tensor,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: Literal[True],
+    cache_list: CacheList | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def batched_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    kv_lens: Tensor,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    cache_list: CacheList | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from the newest token of each request to all its tokens in a contiguous cache of its own.
+
+    Shapes: query (B, 1, H, D); key_cache a :class:`layerzero.CacheList` of B caches, which stands for both and brings
+        ``cache_list`` and ``layout``, or (B, L, K, D) with value_cache (B, L, K, D_v) in NHD, axes 1 and 2 swapped in
+        HND; H a multiple of K; kv_lens (B,) → (B, 1, H, D_v).
+    Dtype: floating; the caches' may be another than the queries': then it computes in one that holds both, float32 or
+        wider. kv_lens int32 or int64, on the same device. The output has the queries' dtype.
+    Args:
+        kv_lens: tokens of each request that are in its cache, the query's own included; what lies beyond may be
+            anything. 0 gives 0 and -inf.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        layout: ``"NHD"`` or ``"HND"``.
+        window: (left, right) as in ``lz.attention``; of one query only left counts.
+        softcap: ``c * tanh(score / c)`` on the scores.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1), natural logarithm.
+        cache_list: what ``key_cache`` brings where it is a list.
+    Returns: the output, or (output, lse).
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing; on a CPU and in debug mode
+        for lengths beyond a cache, too.
+    Source: batched decodes of ferrum; arXiv:1706.03762.
     """
 
 @overload

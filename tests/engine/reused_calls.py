@@ -204,12 +204,13 @@ def table(call):
 
 
 def arguments_of(call):
-    """Arguments of which a call may write into those that it writes into."""
+    """Arguments of which a call may write into those that it writes into, with handles of their own."""
     mutated = CALLS[call.function].function.mutates
-    return {
+    fresh = {
         name: _fresh(value) if name in mutated or isinstance(value, torch.Generator) else value
         for name, value in call.arguments.items()
     }
+    return RandomCall(call.function, fresh).arguments
 
 
 def _fresh(value):

@@ -52,7 +52,7 @@ def test_fuzzing_finds_a_wrong_kernel_and_says_how_to_see_it_again():
     assert failure.reproducer in str(report)
     again = fuzz.replay(failure.seed, failure.number)
     assert [each.problem for each in again.failures if each.way == failure.way] == [failure.problem]
-    only = fuzz.run(60, seed=0, kernels=["user.rounds_weights"])
+    only = fuzz.run(180, seed=0, kernels=["user.rounds_weights"])
     assert set(only.kernels) == {"user.rounds_weights"}
 
 

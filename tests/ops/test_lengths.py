@@ -1,13 +1,16 @@
-"""Encoder and cross attention: lengths of padded keys in place of masks, whatever lies beyond them."""
+"""Lengths in place of masks, whatever lies beyond them: of padded keys, and of a list of caches."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import pytest
 import torch
 
 import layerzero as lz
 from drawing import at_once
+from layerzero.engine.dispatch import ENGINE
 from layerzero.ops import OPERATION_ALIASES
 from layerzero.ops.attention.reference import attention_reference
 
@@ -49,3 +52,135 @@ def test_cross_attention_goes_by_its_names():
         report = lz.explain("attention", query, key, value, causal=False, kv_lens=lens, layout="BSHD")
         assert "-> torch.prefill_lengths_cpu" in str(report).splitlines()[0]
         torch.testing.assert_close(lz.attention(query, key, value, causal=False, kv_lens=lens, layout="BSHD"), dense)
+
+
+def listed(lens=(5, 0, 9), *, heads=4, dtype=torch.float32, held=None, layout="NHD", room=3):
+    """Queries, a list of caches as long as each request and some more, NaN beyond the lengths, and these."""
+    torch.manual_seed(0)
+    query, caches = torch.randn(len(lens), 1, heads, 16).to(dtype), []
+    for _ in range(2):
+        each = [torch.full((length + room, 2, 16), math.nan, dtype=held or dtype) for length in lens]
+        for cache, length in zip(each, lens, strict=True):
+            cache[:length] = torch.randn(length, 2, 16)
+        caches.append(each if layout == "NHD" else [cache.transpose(0, 1).contiguous() for cache in each])
+    return query, lz.CacheList(*caches, layout), torch.tensor(lens, dtype=torch.int32)
+
+
+def one_by_one(query, caches, lens, **named):
+    """Each request alone, in float64: (B, 1, H, D) and (B, H, 1)."""
+    found = []
+    for row, (held, length) in enumerate(zip(caches.rows, lens.tolist(), strict=True)):
+        keys, values = (each[None, :length].double() for each in held)
+        found.append(attention_reference(query[row : row + 1].double(), keys, values, return_lse=True, **named))
+    return torch.cat([output for output, _ in found]), torch.cat([lse for _, lse in found])
+
+
+@pytest.mark.parametrize("named", [{}, {"window": (2, 0)}, {"scale": 0.1}])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_a_list_of_caches_is_attended_to_as_each_alone(named, layout, heads):
+    query, caches, lens = listed(heads=heads, layout=layout)
+    wanted, wanted_lse = one_by_one(query, caches, lens, **named)
+    for _ in range(2):  # chosen, then kept
+        output, lse = lz.batched_attention(query, caches, kv_lens=lens, return_lse=True, **named)
+        torch.testing.assert_close(output.double(), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, wanted_lse.float(), rtol=1e-5, atol=1e-5)
+
+
+HELD = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(("dtype", "held"), [*itertools.permutations(HELD, 2)])
+def test_a_list_of_another_dtype_is_converted_by_a_kernel_that_says_so(dtype, held):
+    query, caches, lens = listed(dtype=dtype, held=held)
+    got = lz.batched_attention(query, caches, kv_lens=lens)
+    assert got.dtype is dtype
+    rounding = torch.finfo(dtype).eps if dtype.itemsize < 4 else 1e-5
+    torch.testing.assert_close(got.double(), one_by_one(query, caches, lens)[0], rtol=rounding, atol=rounding)
+    report = lz.explain(lz.batched_attention, query, caches, kv_lens=lens)
+    assert report.chosen.kernel.id == "torch.batched_converted"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_append_to_a_list_and_attend_without_another_choice(dtype):
+    caches = lz.CacheList(*([torch.zeros(room, 2, 16, dtype=dtype) for room in (9, 12, 10)] for _ in range(2)))
+    lens, wrote = torch.tensor([0, 3, 1], dtype=torch.int32), []
+    misses = []
+    for _ in range(6):
+        key, value, query = torch.randn(3, 1, 2, 16), torch.randn(3, 1, 2, 16), torch.randn(3, 1, 4, 16)
+        lz.append_kv_(key, value, caches, positions=lens[:, None])
+        wrote.append((lens.clone(), key, value))
+        lens += 1
+        got = lz.batched_attention(query, caches, kv_lens=lens)
+        wanted = one_by_one(query, caches, lens)[0]
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
+        misses.append(sum(cache.misses for cache in ENGINE.caches))
+    assert misses[1:] == misses[1:2] * 5  # the first write notes the layout of the memory
+    for places, key, value in wrote:
+        for row, held in enumerate(caches.rows):
+            for cache, new in zip(held, (key, value), strict=True):
+                assert torch.equal(cache[places[row]], new[row, 0].to(dtype))
+    assert all(not cache[int(length) :].any() for held, length in zip(caches.rows, lens, strict=True) for cache in held)
+
+
+def test_rows_of_one_tensor_are_a_list_and_need_none():
+    query, _, lens = listed()
+    rows = torch.randn(2, 3, 12, 2, 16)
+    caches = lz.CacheList.of_rows(*rows)
+    wanted = one_by_one(query, caches, lens)[0].float()
+    for given in ((rows[0], rows[1]), (caches,)):
+        torch.testing.assert_close(lz.batched_attention(query, *given, kv_lens=lens), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.ops.layerzero.batched_attention(query, *rows, lens), wanted, rtol=1e-5, atol=1e-5)
+    traced = torch.compile(lambda *call: lz.batched_attention(*call[:2], kv_lens=call[2]), backend="eager")
+    torch.testing.assert_close(traced(query, caches, lens), wanted, rtol=1e-5, atol=1e-5)
+
+
+REFUSED = [
+    (
+        lambda q, c, n: lz.batched_attention(q, c, kv_lens=n.fill_(10)),
+        "kv_lens: wanted at most 8 tokens in cache 0, got 10",
+    ),
+    (lambda q, c, n: lz.batched_attention(q, c, kv_lens=n + 9), r"kv_lens\[0\]: wanted 0 to 12, got 14"),
+    (lambda q, c, n: lz.batched_attention(q[:2], c, kv_lens=n[:2]), "key_cache: wanted batch 2 as in query, got 3"),
+    (lambda q, c, n: lz.batched_attention(q[:, 0], c, kv_lens=n), "query: wanted a 4D tensor, got 3D"),
+    (lambda q, c, n: lz.batched_attention(q[:, :, :3], c, kv_lens=n), "multiple of kv heads"),
+    (lambda q, c, n: lz.batched_attention(q, [*c.rows[0]], [*c.rows[1]], n), r"a list goes as lz.CacheList\(keys"),
+    (lambda q, c, n: lz.batched_attention(q, c, kv_lens=n, layout="HND"), "layout: wanted 'NHD' as of the caches"),
+    (
+        lambda q, c, n: lz.batched_attention(q, *c._stand_ins, n, cache_list=listed()[1]),
+        "cache_list: wanted the list that",
+    ),
+    (lambda q, c, n: lz.attention(q, c, c.rows[0][1]), "key: wanted a tensor, got a CacheList; lz.batched_attention"),
+    (
+        lambda q, c, n: lz.append_kv_(*[q[:, :, :2]] * 2, c, positions=n.fill_(8)[:, None]),
+        "at most 8 tokens in cache 0",
+    ),
+    (lambda q, c, n: lz.CacheList([], []), "keys: wanted at least one cache, got none"),
+    (lambda q, c, n: lz.CacheList([q[0]], []), "values: wanted 1 as many as keys, got 0"),
+    (lambda q, c, n: lz.CacheList([q[0]], [q]), r"values\[0\]: wanted a tensor of three axes"),
+    (lambda q, c, n: lz.CacheList([q[0]] * 2, [q[0], q[0].half()]), r"values\[1\]: wanted \(1, 4, 16\) of"),
+    (lambda q, c, n: lz.CacheList([q[0]], [q[0]], "SHD"), "layout: wanted NHD or HND, got 'SHD'"),
+]
+
+
+@at_once("call, text", REFUSED)
+def test_lists_that_mean_nothing_are_refused(call, text):
+    with pytest.raises(lz.InvalidCallError, match=text):
+        call(*listed())
+
+
+def test_caches_that_touch_are_read_and_not_written():
+    whole = torch.randn(2, 12, 2, 16)
+    keys, values = [whole[0], whole[0, 2:]], [whole[1], whole[1, 2:]]
+    caches, lens = lz.CacheList(keys, values), torch.tensor([12, 10], dtype=torch.int32)
+    query = torch.randn(2, 1, 4, 16)
+    wanted = one_by_one(query, caches, lens)[0].float()
+    torch.testing.assert_close(lz.batched_attention(query, caches, kv_lens=lens), wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(lz.InvalidCallError, match="cache_list: wanted each in memory of its own"):
+        lz.append_kv_(query[:, :, :2], query[:, :, :2], caches, positions=torch.tensor([0]))
+    apart = lz.CacheList([key.clone() for key in keys], [value.clone() for value in values])
+    lz.append_kv_(query[:, :, :2], query[:, :, :2], apart, positions=torch.tensor([0]))
+    before = whole.clone()
+    with pytest.raises(lz.InvalidCallError, match="cache_list: wanted each in memory of its own"):  # of the same shapes
+        lz.append_kv_(query[:, :, :2], query[:, :, :2], caches, positions=torch.tensor([0]))
+    assert torch.equal(whole, before)

@@ -223,7 +223,6 @@ def test_rules_name_the_dtype_of_a_cache(dtype, denied):
         ("attention.sparse.variable_block", {"attention.sparse.variable"}),
         ("attention.pod.paged", {"attention.standard.mixed.paged", "attention.gqa.mixed.paged"}),
         ("kv.append", {"kv.append.contiguous"}),
-        ("kv.append.batched", {"kv.append.contiguous"}),
     ],
 )
 def test_operations_go_by_the_names_of_the_specification(alias, operations):

@@ -50,6 +50,7 @@ def append_quantized(c):
 
 ORACLES = {
     "kv.append.quantized": append_quantized,
+    "kv.append.batched": _append,
     "kv.append.contiguous": _append,
     "kv.gather.paged": _gather,
     "kv.copy_blocks": _copy,

@@ -28,6 +28,19 @@ def decode(c):
     return told(c, output, sums)
 
 
+def _rows(c):
+    """One query a request over a contiguous cache of its own."""
+    output, sums = shaped(c, c["value_cache"].shape[-1])
+    batch, _, heads, _ = output.shape
+    group = heads // c["key_cache"].shape[2]
+    for b in range(batch):
+        length = int(c["kv_lens"][b])
+        for h in range(heads):
+            held = (c[name][b, :length, h // group] for name in ("key_cache", "value_cache"))
+            output[b, :, h], sums[b, h] = attend(c, b, h, *held, length)
+    return told(c, output, sums)
+
+
 def _tokens(c):
     return each_alone(c, c["cu_seqlens_q"], c["value_cache"].shape[-1], lambda sequence, head: _of(c, sequence, head))
 
@@ -63,5 +76,6 @@ ORACLES = {
     "attention.quantized.prefill.paged": _scaled(_tokens),
     "attention.converted.decode.paged": decode,
     "attention.converted.prefill.paged": _tokens,
+    "attention.gqa.decode.batched": _rows,
     "kv.append.paged": _append,
 }

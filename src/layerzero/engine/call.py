@@ -168,7 +168,8 @@ class Call:
     def _operator(self, *values: Any) -> Any:
         """Call ``torch.ops.layerzero``: torch's dispatcher knows what to do with modes and wrapper subclasses."""
         arguments = self._arguments(values)
-        if any(isinstance(value, Bundle) or value is MISSING for value in values):  # in compiled code
+        held = [arguments[name] for name in self.function.tensors]  # a handle may be one that brought itself
+        if any(isinstance(value, Bundle) for value in held) or MISSING in arguments.values():  # in compiled code
             return self._operator(*unpack(self.function, arguments).values())
         wants_gradient = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
         if self.function.mutates and wants_gradient and torch.is_grad_enabled():

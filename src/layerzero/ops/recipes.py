@@ -61,7 +61,7 @@ def arguments_of_recipe(
         kind, param = recipe.params.get(name, "none"), schema.param(name)
         alone = param.kind is kind_of_group and kind == "none" and problem_of(None)  # of a default group, elsewhere
         if param.make is not None and (kind != "none" or alone):
-            values[name] = made = param.make(values, kind == CAPTURABLE)
+            values[name] = made = param.make({**values, "layout": recipe.layout}, kind == CAPTURABLE)
             if isinstance(made, PackedWeight) and kind in (PACKED, DENSE):
                 made.kind = kind
     values = {**operation.fixed, **values, "layout": recipe.layout}

@@ -7,7 +7,7 @@ truth, and what the call does not write into stays as it was, byte by byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from layerzero.core.arguments import TensorSchema
+from layerzero.core.arguments import Param, TensorSchema
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.handle import FOREIGN
 from layerzero.core.judge import Elementwise, Given, Judge, Property, apart
 from layerzero.core.judges import Distribution
 from layerzero.core.kernel import Kernel
@@ -133,7 +134,10 @@ def expected(call: RandomCall) -> Expected:
     """
     routed = route(call)
     operation, dtype = routed.operation, call_dtype(routed)
-    wide = replace(routed, arguments={name: widened(value) for name, value in routed.arguments.items()})
+    arguments = {name: widened(value) for name, value in routed.arguments.items()}
+    wide = replace(
+        routed, arguments=arguments | _handles(operation.schema.params, {**arguments, "layout": routed.layout})
+    )
     known = canonical(wide)
     judges = {name: (judge, Given(dtype, judge.basis(known))) for name, judge in operation.judges.items()}
     chance = is_random(operation, routed.arguments)
@@ -163,6 +167,16 @@ def expected(call: RandomCall) -> Expected:
         chance,
         bool(random_arguments(operation, routed.arguments)),
     )
+
+
+def _handles(params: Iterable[Param | None], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Handles that results depend on, made again of tensors that are copies of those that they were made of."""
+    return {
+        each.name: each.make(arguments, False)
+        for each in params
+        if each is not None and each.changes_result and each.make is not None
+        if arguments.get(each.name) is not None and each.kind_of(arguments[each.name], arguments) == FOREIGN
+    }
 
 
 def canonical(routed: Routed) -> dict[str, Any]:
@@ -258,6 +272,8 @@ def check(call: RandomCall, run: Callable[..., Any] | None = None, truth: Expect
     if truth is None:
         truth = expected(call) if run else for_kernel(expected(call), _chosen(call))
     arguments = {name: _guarded(value) if name in truth.mutated else value for name, value in call.arguments.items()}
+    function = CALLS[call.function].function
+    arguments |= _handles([function.param(name) for name in function.handles], arguments)
     before = {name: _memory(value).clone() for name, value in _tensors(arguments)}
     device = next((value.device for _, value in _tensors(arguments)), torch.device("cpu"))
     drawing = seeded(1, device) if truth.random else nullcontext()

@@ -32,16 +32,8 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Tolerance
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.attention.limits import SdpaEnabled
-from layerzero.ops.paged.pages import gathered
-from layerzero.ops.paged.quantized import (
-    CONVERTED_DECODE,
-    CONVERTED_PREFILL,
-    DECODE,
-    PREFILL,
-    converted_dtype,
-    dequantized,
-    quantized,
-)
+from layerzero.ops.paged.pages import converted_dtype, gathered
+from layerzero.ops.paged.quantized import CONVERTED_DECODE, CONVERTED_PREFILL, DECODE, PREFILL, dequantized, quantized
 from layerzero.ops.rope_append.declare import write_rows
 from layerzero.ops.rope_append.packed_steps import Append, rotate_then_append, split_then_append
 
@@ -170,6 +162,16 @@ _GATHER, _EACH, _VARLEN = (
 
 KERNELS = (
     _kernel("append_rows", "kv.append.contiguous", always(write_rows)),
+    kernel(
+        "torch.append_each",
+        "kv.append.batched",
+        always(write_rows),
+        FLOATS,
+        layout="NHD",
+        accepts=("cache_list",),
+        **BY_ITSELF,
+        priority=20,
+    ),
     _kernel("gather_slots", "kv.gather.paged", _load_gather),
     _kernel("copy_pages", "kv.copy_blocks", always(_copy)),
     _kernel(

@@ -29,7 +29,7 @@ from layerzero.ops.cascade import FLAT
 from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.append import append_paged_kv_
-from layerzero.ops.paged.pages import gathered, has_numbers, tokens_of
+from layerzero.ops.paged.pages import CacheList, converted_dtype, gathered, has_numbers, tokens_of
 from layerzero.ops.paged.tree import of_sequence
 
 _SMALL = 2**17
@@ -185,6 +185,39 @@ def load_each(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+def load_listed(facts: Facts) -> Callable[..., Any]:
+    """Request by request, each with a contiguous cache of its own; lengths are read on the host."""
+    attend = cpu_attend(facts)
+
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        kv_lens: Tensor,
+        *,
+        cache_list: CacheList | None = None,
+        return_lse: bool = False,
+        **scores: Any,
+    ) -> Any:
+        if cache_list is not None:
+            cache_list.refuse_beyond("batched_attention", "kv_lens", kv_lens)
+        rows = zip(key_cache, value_cache, strict=True) if cache_list is None else cache_list.rows
+        wide = converted_dtype(query, key_cache)
+        tokens, lengths = query.squeeze(1).to(wide), kv_lens.tolist()
+
+        def sequences() -> Iterator[Slice]:
+            for row, (length, held) in enumerate(zip(lengths, rows, strict=True)):
+                keys, values = (_dense(each[:length].to(wide)) for each in held)
+                yield tokens[row : row + 1], keys, values, None
+
+        found = attend_each(sequences(), tokens, attend=attend, return_lse=return_lse, **scores)
+        output, lse = found if return_lse else (found, None)
+        output = output.unsqueeze(1).to(query.dtype)
+        return output if lse is None else (output, lse.t().unsqueeze(2))
+
+    return run
+
+
 def load_softcapped(facts: Facts) -> Callable[..., Any]:
     """Sequence by sequence with a softcap, one query or several each."""
     attend, page_size, several = load_softcap(facts), facts.size("page_size"), "cu_seqlens_q" in facts.tensors
@@ -275,6 +308,38 @@ KERNELS = (
         accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),
         graph_safe=False,
         priority=50,
+    ),
+    kernel(
+        "torch.batched_sdpa",
+        paged.GQA_DECODE_BATCHED.name,
+        load_listed,
+        limits=(*CPU_FLASH, limit.last_stride_one("query"), limit.one_of("converted", False)),
+        layout="NHD",
+        accepts=("scale", "window", "return_lse", "cache_list"),
+        graph_safe=False,
+        priority=50,
+    ),
+    kernel(
+        "torch.batched_converted",
+        paged.GQA_DECODE_BATCHED.name,
+        load_listed,
+        limits=(*CPU_FLASH, limit.last_stride_one("query"), limit.one_of("converted", True)),
+        layout="NHD",
+        accepts=("scale", "window", "return_lse", "cache_list"),
+        graph_safe=False,
+        priority=20,
+    ),
+    kernel(
+        "torch.batched_each",
+        paged.GQA_DECODE_BATCHED.name,
+        load_listed,
+        *EACH,
+        limit.one_of("converted", False),
+        layout="NHD",
+        accepts=("scale", "window", "cache_list"),
+        deterministic=False,
+        graph_safe=False,
+        priority=15,
     ),
     kernel(
         "torch.paged_each",

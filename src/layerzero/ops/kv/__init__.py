@@ -21,7 +21,5 @@ __all__ = [
 ]
 
 EXPORTS = ("CacheStep", "KVCache", "KVCacheError", "KVCacheStrategy", "StrategyChoice", "kv_cache_strategy")
-ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
-    name: ((APPEND.name,), {}) for name in ("kv.append", "kv.append.batched")
-}
-"""The specification's names: the caches of a batch are rows of one tensor."""
+ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {"kv.append": ((APPEND.name,), {})}
+"""The specification's name: the caches of a batch are rows of one tensor."""

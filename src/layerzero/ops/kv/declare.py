@@ -1,6 +1,7 @@
 """What is moved in and out of caches: operations, functions, and their calls.
 
     kv.append.contiguous   tokens into rows         kv.copy_blocks       pages into other pages
+    kv.append.batched      tokens into a list
     kv.gather.paged        the tokens of slots      kv.append.quantized  tokens into slots, divided by scales
 
 Pages and rows are (pages, page_size, kv_heads, head_dim) in NHD, (pages, kv_heads, page_size, head_dim) in HND.
@@ -40,8 +41,8 @@ from layerzero.ops.paged.append import (
     slots_sweep,
     writing,
 )
-from layerzero.ops.paged.declare import CACHE_LAYOUTS
-from layerzero.ops.paged.pages import nhd
+from layerzero.ops.paged.declare import CACHE_LAYOUTS, CACHES, listed
+from layerzero.ops.paged.pages import CacheList, nhd
 from layerzero.ops.rope_append.declare import PLACES_IN_ROWS, places_in_rows, write_rows
 from layerzero.ops.rope_append.route import place_problems, varying_in_rows
 
@@ -59,15 +60,18 @@ def append_kv_(
     *,
     layout: str = "NHD",
     cache_dtype: torch.dtype | None = None,  # the route's: it casts
+    cache_list: CacheList | None = None,
 ) -> None:
     """Write the keys and values of new tokens into the rows of a contiguous cache, in place.
 
     Shapes: key (B, S, K, D), value (B, S, K, D_v); caches (B, L, K, D) and (B, L, K, D_v) in NHD, axes 1 and 2 swapped
-        in HND; positions (B, S), (1, S) or (S,).
+        in HND, or a :class:`layerzero.CacheList` of B caches as key_cache, which brings ``cache_list`` and ``layout``;
+        positions (B, S), (1, S) or (S,).
     Dtype: keys, values and caches the same floating dtype, or caches of one that holds their numbers; positions int32
         or int64, on the same device.
     Args:
         cache_dtype: the caches' dtype, where new tokens are to be rounded to it.
+        cache_list: what ``key_cache`` brings where it is a list.
         positions: where each token belongs in its sequence's row; each place of a row at most once. On a GPU either of
             two tokens with one place may be what is written; debug mode finds them.
         layout: ``"NHD"`` or ``"HND"``.
@@ -76,7 +80,7 @@ def append_kv_(
     Source: static caches of Transformers 5.
     """
     key_cache, value_cache = nhd(layout, key_cache, value_cache)
-    write_rows(key, value, key_cache, value_cache, positions)
+    write_rows(key, value, key_cache, value_cache, positions, cache_list=cache_list)
 
 
 def _row(name: str, batch: int, seq: int, length: int, kv_heads: int, head_dim: int) -> Case:
@@ -112,6 +116,26 @@ APPEND = writing(
     work=functools.partial(moved, ("batch", "seq")),
     sweep=_rows_sweep,
     **EXACT,
+)
+
+
+def _list_examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
+    """Places, and rows as a list of caches."""
+    shape = [case.sizes[each] for each in ("batch", "length", "kv_heads")]
+    made: dict[str, Any] = {
+        f"{name}_cache": torch.zeros(*shape, case.sizes[width], dtype=dtype, device=device)
+        for name, width in (("key", "head_dim"), ("value", "value_dim"))
+    }
+    return places_in_rows(case, dtype, device, generator) | made | {CACHES.name: listed(made)}
+
+
+APPEND_LIST = replace(
+    APPEND,
+    schema=replace(APPEND.schema, operation="kv.append.batched", params=(CACHES,)),
+    summary="Write new keys and values into contiguous caches, one for each request",
+    cases=APPEND.cases[:2],
+    examples=_list_examples,
+    sweep=None,
 )
 SLOTS = (
     slots_case("small", ("tokens", 5), 4, 2, 64),
@@ -262,11 +286,12 @@ _WRITES_CODES = writing(
 )
 APPEND_QUANTIZED = replace(_WRITES_CODES, schema=replace(_WRITES_CODES.schema, codes=quantized.CODES))
 
-OPERATIONS = (APPEND, GATHER, COPY_BLOCKS, APPEND_QUANTIZED)
+OPERATIONS = (APPEND, APPEND_LIST, GATHER, COPY_BLOCKS, APPEND_QUANTIZED)
 
 
 def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Routed:
-    routed = check_moved("append_kv_", APPEND, 4, (), arguments, default_layout)
+    operation = APPEND if arguments["cache_list"] is None else APPEND_LIST
+    routed = check_moved("append_kv_", operation, 4, (), arguments, default_layout)
     refuse("append_kv_", place_problems(arguments, arguments["key"], arguments["layout"]))
     return replace(routed, varies=varying_in_rows(arguments, arguments["key"], arguments["layout"]))
 
@@ -318,7 +343,8 @@ def _draw_append(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     positions = (torch.stack(places) if count else places[0]).to(draw.device)
     positions = positions.int() if draw.chance(0.25) else positions
     made = {**_draw_new(draw, (lead[0], seq), heads, dtype), **arguments}
-    return made | {"positions": draw.laid_out(positions, expand=False)}
+    made["positions"] = draw.laid_out(positions, expand=False)
+    return made | draw.maybe(0.1, cache_list=lambda: listed(arguments))
 
 
 def _draw_gather(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -356,16 +382,16 @@ FUNCTIONS = tuple(
         name=each.__name__,
         signature=each,
         route=route,
-        operations=(operation,),
+        operations=operations,
         draw=draw,
         weight=1,
         renamed={each.__name__.removesuffix("_"): each.__name__} if each.__name__.endswith("_") else {},
         may_share_storage=SHARED if each.__name__.endswith("_") else frozenset(),
     )
-    for each, route, operation, draw in (
-        (append_kv_, _route_append, APPEND, _draw_append),
-        (gather_paged_kv, _route_gather, GATHER, _draw_gather),
-        (copy_kv_blocks_, _route_copy, COPY_BLOCKS, _draw_copy),
-        (append_quantized_kv_, _route_quantized, APPEND_QUANTIZED, _draw_quantized),
+    for each, route, operations, draw in (
+        (append_kv_, _route_append, (APPEND, APPEND_LIST), _draw_append),
+        (gather_paged_kv, _route_gather, (GATHER,), _draw_gather),
+        (copy_kv_blocks_, _route_copy, (COPY_BLOCKS,), _draw_copy),
+        (append_quantized_kv_, _route_quantized, (APPEND_QUANTIZED,), _draw_quantized),
     )
 )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from layerzero.ops.paged import append, declare, mixed, quantized, route
 from layerzero.ops.paged.cache import PagedCache
+from layerzero.ops.paged.pages import CacheList
 from layerzero.ops.paged.step import StepMetadata
 
-__all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "PagedCache", "StepMetadata"]
+__all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "CacheList", "PagedCache", "StepMetadata"]
 
-EXPORTS = ("PagedCache", "StepMetadata")
+EXPORTS = ("CacheList", "PagedCache", "StepMetadata")
 
 OPERATIONS = (*declare.OPERATIONS, *append.OPERATIONS, *mixed.OPERATIONS, *quantized.OPERATIONS)
 FUNCTIONS = (*route.FUNCTIONS, *append.FUNCTIONS)

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from layerzero.core.arguments import Axis, TensorSchema, told
 from layerzero.core.dtypes import FLOATING, dtype_name
-from layerzero.core.errors import refuse
+from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.ops import declaration
 from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
@@ -24,7 +24,7 @@ from layerzero.ops.declaration import check_dense, shape_problems
 from layerzero.ops.paged import draw, layout_record
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, PAGES
 from layerzero.ops.paged.pages import nhd
-from layerzero.ops.paged.route import CACHES, cache_problems, check_written, memory_problems
+from layerzero.ops.paged.route import CACHES, cache_problems, check_written, list_problems, memory_problems
 
 INT64 = frozenset({torch.int64})
 KV_HEADS = Axis("kv_heads", scales=True, apart=True)
@@ -203,6 +203,17 @@ def _casts(arguments: dict[str, Any], problems: list[str]) -> dict[str, tuple[to
     return casts
 
 
+def _written(arguments: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """The caches that a call writes into: both, or those of a list. Raises: InvalidCallError for a list that shares."""
+    given = arguments.get("cache_list")
+    if given is None:
+        return [{}]
+    if given.kind != "apart":
+        wanted = "cache_list: wanted each in memory of its own, got some that touch"
+        raise InvalidCallError("append_kv_", [f"{wanted}; copy them, or write each by itself"])
+    return [dict(zip(CACHES, pair, strict=True)) for pair in given.rows]
+
+
 def check_moved(
     name: str,
     operation: Operation,
@@ -220,10 +231,15 @@ def check_moved(
     layout = arguments["layout"]
     casts = _casts(arguments, problems) if "cache_dtype" in arguments else {}
     refuse(name, problems)
-    canonical = {each: value for each, value in arguments.items() if each not in ("layout", "cache_dtype")}
+    problems = list_problems(arguments) if "cache_list" in arguments else []
+    refuse(name, problems)
+    left = {"layout", "cache_dtype", *({"cache_list"} - operation.schema.known)}  # None of a call without a list
+    canonical = {each: value for each, value in arguments.items() if each not in left}
     problems = operation.schema.validate(layout=layout, **canonical)
     if not problems and operation.schema.mutated:
-        problems = memory_problems(arguments, tuple(each for each in canonical if each not in CACHES))
+        read = tuple(each for each in canonical if each not in CACHES)
+        for written in _written(arguments):
+            problems += memory_problems({**arguments, **written}, read)
     refuse(name, problems)
     return Routed(operation, canonical, layout, varies=varies, casts=casts)
 

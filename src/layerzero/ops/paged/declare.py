@@ -2,6 +2,7 @@
 
     attention.standard.decode.paged   H == K
     attention.gqa.decode.paged        H == g * K
+    attention.gqa.decode.batched      H == g * K, a contiguous cache for each sequence in place of pages
 
 A cache is (pages, page_size, kv_heads, head_dim) in NHD, (pages, kv_heads, page_size, head_dim) in HND. Block tables
 and lengths lie on the device: nothing is read on the host, so a captured step replays with other tables and lengths.
@@ -18,15 +19,17 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
-from layerzero.core.dtypes import FLOATING
+from layerzero.core.dtypes import FLOATING, INDEX
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Case, Operation, Part, Random, Work
+from layerzero.core.reasons import ReasonCode
 from layerzero.core.values import Check
+from layerzero.ops import declaration
 from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.attention.sweep import Heads, extent_of
 from layerzero.ops.paged import layout_record
-from layerzero.ops.paged.pages import gathered
+from layerzero.ops.paged.pages import CacheList, converted_dtype, gathered, has_numbers
 from layerzero.ops.paged.step import StepMetadata
 
 _INT32 = frozenset({torch.int32})
@@ -236,5 +239,107 @@ STANDARD_DECODE_PAGED, GQA_DECODE_PAGED = attn.by_heads(
     ),
 )
 
-OPERATIONS = (STANDARD_DECODE_PAGED, GQA_DECODE_PAGED)
+
+def listed(given: Mapping[str, Any], _: bool = False) -> CacheList:
+    """The rows of a call's caches as a list."""
+    return CacheList.of_rows(given["key_cache"], given["value_cache"], given.get("layout", CACHE_LAYOUTS[0]))
+
+
+CACHES = Param(
+    "cache_list", CacheList, None, Role.HANDLE, made_of=("key_cache", "value_cache"), make=listed, changes_result=True
+)
+"""Contiguous caches in memory of their own, which both tensors stand for."""
+
+
+def batched_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    kv_lens: Tensor,
+    scale: float | None = None,
+    *,
+    layout: str = "NHD",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    cache_list: CacheList | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from the newest token of each request to all its tokens in a contiguous cache of its own.
+
+    Shapes: query (B, 1, H, D); key_cache a :class:`layerzero.CacheList` of B caches, which stands for both and brings
+        ``cache_list`` and ``layout``, or (B, L, K, D) with value_cache (B, L, K, D_v) in NHD, axes 1 and 2 swapped in
+        HND; H a multiple of K; kv_lens (B,) → (B, 1, H, D_v).
+    Dtype: floating; the caches' may be another than the queries': then it computes in one that holds both, float32 or
+        wider. kv_lens int32 or int64, on the same device. The output has the queries' dtype.
+    Args:
+        kv_lens: tokens of each request that are in its cache, the query's own included; what lies beyond may be
+            anything. 0 gives 0 and -inf.
+        scale: factor on the scores, 1/sqrt(D) by default.
+        layout: ``"NHD"`` or ``"HND"``.
+        window: (left, right) as in ``lz.attention``; of one query only left counts.
+        softcap: ``c * tanh(score / c)`` on the scores.
+        return_lse: also return the log-sum-exp of the scores, float32 (B, H, 1), natural logarithm.
+        cache_list: what ``key_cache`` brings where it is a list.
+    Returns: the output, or (output, lse).
+    Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing; on a CPU and in debug mode
+        for lengths beyond a cache, too.
+    Source: batched decodes of ferrum; arXiv:1706.03762.
+    """
+    if layout != CACHE_LAYOUTS[0]:
+        key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
+    if cache_list is not None and has_numbers(kv_lens):
+        cache_list.refuse_beyond("batched_attention", "kv_lens", kv_lens)
+    rows = tuple(zip(key_cache, value_cache, strict=True)) if cache_list is None else cache_list.rows
+    wide = query.to(converted_dtype(query, key_cache))
+    scores: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "return_lse": True}
+    found = [
+        attention_reference(wide[row : row + 1], keys[None], values[None], kv_lens=kv_lens[row : row + 1], **scores)
+        for row, (keys, values) in enumerate(rows)
+    ] or [attention_reference(wide, key_cache, value_cache, kv_lens=kv_lens, **scores)]
+    output, lse = (torch.cat(each) for each in zip(*found, strict=True))
+    output = output.to(query.dtype)
+    return (output, lse) if return_lse else output
+
+
+def _batched_facts(arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, object]:
+    """Query heads of a kv head, and whether caches have another dtype than queries, so that they are converted."""
+    return attn.group_of(arguments, sizes) | {"converted": arguments["key_cache"].dtype is not sizes["dtype"]}
+
+
+def _batched_work(facts: Mapping[str, Any]) -> Work:
+    """Two products over full caches."""
+    keys = facts["batch"] * facts["length"]
+    return attn.work_of(facts, keys, facts["batch"], keys)
+
+
+_LISTED: dict[str, Any] = {"has_layout": True, "resident": True, "same_dtype": False}
+_BATCHED = attn.operation(
+    "attention.gqa.decode.batched",
+    "Attention of one query per sequence over contiguous caches, one for each sequence",
+    batched_attention,
+    inputs=(
+        TensorSchema("query", ("batch", "seq_q", "heads", "head_dim"), FLOATING),
+        TensorSchema("key_cache", ("batch", "length", "kv_heads", "head_dim"), FLOATING, **_LISTED),
+        TensorSchema("value_cache", ("batch", "length", "kv_heads", "value_dim"), FLOATING, **_LISTED),
+        TensorSchema("kv_lens", ("batch",), INDEX, same_dtype=False, counts=("length",)),
+    ),
+    outputs=attn.results("batch", "seq_q"),
+    params=(attn.SCALE, attn.WINDOW, attn.SOFTCAP, attn.RETURN_LSE, CACHES),
+    axes=(*AXES[:5], Axis("length", scales=True, live=True), *attn.HEAD_DIMS),
+    layouts=CACHE_LAYOUTS,
+    cases=declaration.cases(
+        "batch seq_q length heads kv_heads head_dim value_dim",
+        {"small": (3, 1, 48, 8, 2, 64, 64), "llama3_8b_b16": (16, 1, 2048, 32, 8, 128, 128)},
+    ),
+    derive=_batched_facts,
+    derived_from=attn.GROUP | {"converted": ()},
+    work=_batched_work,
+    guard=layout_record.guard,
+    scratch=lambda sizes: sizes["heads"] * sizes["length"] * max(sizes["seq_q"], sizes["head_dim"]),
+)
+
+_CODES = (("converted", ReasonCode.KV_CACHE_DTYPE_MISMATCH),)
+GQA_DECODE_BATCHED = replace(_BATCHED, schema=replace(_BATCHED.schema, codes=_CODES))
+
+OPERATIONS = (STANDARD_DECODE_PAGED, GQA_DECODE_PAGED, GQA_DECODE_BATCHED)
 DECODE_PAGED = (STANDARD_DECODE_PAGED.name, GQA_DECODE_PAGED.name)

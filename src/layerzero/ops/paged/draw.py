@@ -13,7 +13,7 @@ from torch import Tensor
 
 from layerzero.core.dtypes import FLOATING, ordered
 from layerzero.ops.draw import Draw
-from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.declare import CACHE_LAYOUTS, listed
 from layerzero.ops.paged.mixed import OF_FLOATS
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.ragged.declare import scores, starts_of
@@ -138,6 +138,30 @@ def quantize(draw: Draw, arguments: dict[str, Any]) -> dict[str, Any]:
         arguments[f"{name}_cache"] = codes if layout == CACHE_LAYOUTS[0] else codes.transpose(1, 2)
         arguments[f"{name}_scale"] = scale
     return arguments
+
+
+def batched_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+    """Draw a call of ``lz.batched_attention``: rows of one tensor, as a list of caches or as they are."""
+    batch, capacity = draw.of((1, 2, 3, 5)), draw.of((1, 3, 17, 40))
+    kv_heads, dims = draw.of((1, 2, 3)), _head_dims(draw)
+    lens = draw.integers((batch,), capacity, draw.of((torch.int32, torch.int64)))
+    layout, held = draw.of(CACHE_LAYOUTS), draw.of((dtype, *ordered(FLOATING)), (12, 1, 1, 1, 1))
+    beyond = torch.arange(capacity, device=draw.device) >= lens.unsqueeze(1)
+    caches = []
+    for width in dims:
+        cache = draw.normal((batch, capacity, kv_heads, width), held)
+        cache = cache.masked_fill(beyond[..., None, None], float("nan"))
+        caches.append(_in_layout(cache, layout, draw.chance(0.5)))
+    heads = kv_heads * draw.of((1, 2, 4))
+    arguments: dict[str, Any] = {
+        "query": draw.laid_out(draw.normal((batch, 1, heads, dims[0]), dtype)),
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "kv_lens": lens,
+        "layout": layout,
+    }
+    arguments |= scores(draw, dims[0])
+    return arguments | draw.maybe(0.6, cache_list=lambda: listed(arguments))
 
 
 def _convert(draw: Draw, arguments: dict[str, Any]) -> dict[str, Any]:

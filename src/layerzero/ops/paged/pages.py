@@ -1,16 +1,22 @@
-"""Pages of a cache as rows of tokens, and tables without padding made padded ones.
+"""Pages of a cache as rows of tokens, tables without padding made padded ones, and caches without pages as a list.
 
 FlashInfer and SGLang keep tables without padding; a step has padded ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.core.errors import refuse
-from layerzero.ops.declaration import number_problems
+from layerzero.core.bundle import MISSING, Bundle
+from layerzero.core.errors import InvalidCallError, refuse
+from layerzero.core.handle import FOREIGN
+from layerzero.ops.declaration import number_problems, overlaps
 from layerzero.ops.ragged.starts import lengths_of, shape_problems, value_problems
 
 _FUNCTION = "StepMetadata.of_ragged_tables"
@@ -139,3 +145,113 @@ def tokens_of(cache: Tensor, pages: Tensor, length: int) -> Tensor:
 def nhd(layout: str, *caches: Tensor) -> tuple[Tensor, ...]:
     """Caches with tokens before heads, which references are written for; views."""
     return caches if layout == "NHD" else tuple(each.transpose(1, 2) for each in caches)
+
+
+class CacheList(Bundle):
+    """Contiguous caches of several requests, each in memory of its own; calls take it in place of ``key_cache``.
+
+        caches = lz.CacheList(keys, values)  # once, for as long as the same requests are a batch
+        lz.append_kv_(k, v, caches, positions=lens[:, None])
+        lz.batched_attention(q, caches, kv_lens=lens + 1)
+
+    Calls see one cache of the longest's shape for each request; kernels read and write the list itself.
+
+    Args:
+        keys: one for each request, (L, K, D) in NHD, (K, L, D) in HND. L may be another for each.
+        values: (L, K, D_v) or (K, L, D_v), the same dtype, on the same device.
+        layout: ``NHD`` or ``HND``.
+    Attributes:
+        rows: keys and values of each request in NHD, views.
+        kind: ``apart``, or ``shared`` where two of the caches may touch the same memory: these are read alone.
+    Raises: InvalidCallError for what are no such caches.
+    """
+
+    __slots__ = ("_stand_ins", "kind", "layout", "rows")
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], layout: str = "NHD") -> None:
+        refuse("CacheList", [] if len(keys) else ["keys: wanted at least one cache, got none"])
+        self._hold(keys, values, layout)
+        longest = max(range(len(self.rows)), key=lambda row: len(self.rows[row][0]))
+        self._stand_ins = tuple(each[longest].expand(len(self.rows), -1, -1, -1) for each in (keys, values))
+
+    def _hold(self, keys: Sequence[Tensor], values: Sequence[Tensor], layout: str) -> None:
+        refuse("CacheList", _list_problems(keys, values, layout))
+        pairs = zip(keys, values, strict=True)
+        self.rows = tuple(pairs if layout == "NHD" else ((k.transpose(0, 1), v.transpose(0, 1)) for k, v in pairs))
+        self.layout, self.kind = layout, "shared" if _touch(keys) or _touch(values) else "apart"
+
+    @classmethod
+    def of_rows(cls, key_cache: Tensor, value_cache: Tensor, layout: str = "NHD") -> CacheList:
+        """Make one of the rows of one tensor each, (B, L, K, D) and (B, L, K, D_v) in NHD.
+
+        Of one row that is seen B times each gets a copy.
+        """
+        made = cls.__new__(cls)
+        keys, values = (each if each.stride(0) else each.clone() for each in (key_cache, value_cache))
+        made._hold(keys.unbind(), values.unbind(), layout)
+        made._stand_ins = key_cache, value_cache
+        return made
+
+    def kind_for(self, key_cache: Tensor, value_cache: Tensor) -> str:
+        """Its kind; ``foreign`` for other tensors than it brings."""
+        mine = self._stand_ins[0] is key_cache and self._stand_ins[1] is value_cache
+        return self.kind if mine else FOREIGN
+
+    def arguments_of(self, function: str, parameter: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Stand-ins of both caches, itself as ``cache_list``, its layout. Raises: InvalidCallError where none fits."""
+        if parameter != "key_cache" or "cache_list" not in given or given["value_cache"] is not MISSING:
+            wanted = "a tensor" if "cache_list" not in given else "it as key_cache, and no value_cache"
+            hint = "lz.batched_attention and lz.append_kv_ take a list of caches"
+            raise InvalidCallError(function, [f"{parameter}: wanted {wanted}, got a CacheList; {hint}"])
+        if given["layout"] not in ("NHD", self.layout):
+            wanted, got = self.layout, told(given["layout"])
+            raise InvalidCallError(function, [f"layout: wanted {wanted!r} as of the caches, got {got}"])
+        found: dict[str, Any] = {"key_cache": self._stand_ins[0], "value_cache": self._stand_ins[1]}
+        if given.get("cache_dtype", 0) is None:  # as of the other objects that hold caches
+            found["cache_dtype"] = found["key_cache"].dtype
+        return found | {"cache_list": self, "layout": self.layout}
+
+    def __repr__(self) -> str:
+        return f"CacheList({len(self.rows)} caches in {self.layout}, {self.kind})"
+
+    def refuse_beyond(self, function: str, name: str, ends: Tensor) -> None:
+        """Refuse tokens beyond the end of a shorter cache; the schema looks at the longest. Waits for a device.
+
+        Shapes: ends (B,), one more than the last place of each request. Raises: InvalidCallError.
+        """
+        for row, (end, (keys, _)) in enumerate(zip(ends.tolist(), self.rows, strict=True)):
+            if end > len(keys):
+                wanted = f"at most {len(keys)} tokens in cache {row}"
+                raise InvalidCallError(function, [f"{name}: wanted {wanted}, got {end}"])
+
+
+def _list_problems(keys: Sequence[Tensor], values: Sequence[Tensor], layout: object) -> list[str]:
+    """What is wrong with caches that are to be a list."""
+    if layout not in ("NHD", "HND"):
+        return [f"layout: wanted NHD or HND, got {told(layout)}"]
+    if len(keys) != len(values):
+        return [f"values: wanted {len(keys)} as many as keys, got {len(values)}"]
+    heads = 1 if layout == "NHD" else 0
+    for row, pair in enumerate(zip(keys, values, strict=True)):
+        for name, each, first in zip(("keys", "values"), pair, (keys[0], values[0]), strict=True):
+            if not isinstance(each, Tensor) or each.ndim != 3:
+                return [f"{name}[{row}]: wanted a tensor of three axes, got {told(each)}"]
+            shape = [pair[0].shape[0], pair[0].shape[1], first.shape[2]]
+            shape[heads] = keys[0].shape[heads]
+            if [*each.shape] != shape or each.dtype is not keys[0].dtype or each.device != keys[0].device:
+                wanted, got = (f"{like.dtype} on {like.device}" for like in (keys[0], each))
+                return [f"{name}[{row}]: wanted {tuple(shape)} of {wanted}, got {tuple(each.shape)} of {got}"]
+    return []
+
+
+def _touch(caches: Sequence[Tensor]) -> bool:
+    """Whether two of them may lie in the same memory."""
+    ordered = sorted((each for each in caches if each.numel() and not each.is_meta), key=Tensor.data_ptr)
+    return any(overlaps(left, right) for left, right in pairwise(ordered))
+
+
+def converted_dtype(query: Tensor, cache: Tensor) -> torch.dtype:
+    """The dtype in which queries attend over a cache: their own, or one of at least 32 bits that holds both."""
+    if query.dtype is cache.dtype:
+        return query.dtype
+    return torch.promote_types(torch.promote_types(query.dtype, cache.dtype), torch.float32)

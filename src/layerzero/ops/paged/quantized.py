@@ -31,6 +31,7 @@ from layerzero.core.values import Check, Say, problems_on_host
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.paged import layout_record, mixed
 from layerzero.ops.paged.declare import GQA_DECODE_PAGED
+from layerzero.ops.paged.pages import converted_dtype
 
 QUANTIZED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.int8})
 """What a cache may hold in place of floating numbers."""
@@ -152,11 +153,6 @@ def converts(arguments: Mapping[str, Any]) -> bool:
     """Whether a call is one over a cache of another floating dtype than the queries'."""
     dtypes = {arguments[name].dtype for name in ("query", "key_cache")}
     return len(dtypes) == 2 and dtypes <= FLOATING
-
-
-def converted_dtype(query: Tensor, cache: Tensor) -> torch.dtype:
-    """The dtype that holds the numbers of both, float32 or wider."""
-    return torch.promote_types(torch.promote_types(query.dtype, cache.dtype), torch.float32)
 
 
 def _converting(attend: Callable[..., Any]) -> Callable[..., Any]:

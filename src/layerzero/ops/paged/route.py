@@ -9,12 +9,14 @@ from torch import Tensor
 from layerzero.core.arguments import told
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
+from layerzero.core.handle import FOREIGN
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention.route import score_problems, slope_problems, without_defaults
 from layerzero.ops.declaration import check_dense, overlaps, shape_problems, write_problems
 from layerzero.ops.paged import declare, draw, layout_record, mixed, quantized, tree
 from layerzero.ops.paged.mixed import OF_FLOATS
+from layerzero.ops.paged.pages import CacheList
 from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
 from layerzero.ops.ragged.starts import shape_problems as start_problems
 from layerzero.ops.ragged.starts import value_problems
@@ -283,6 +285,40 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     return Routed(operation, canonical, layout, varies=_varies(arguments, coded=coded))
 
 
+def list_problems(arguments: dict[str, Any]) -> list[str]:
+    """What is wrong with a list of caches, and not with the tensors that stand for it."""
+    given = arguments["cache_list"]
+    if given is None:
+        return []
+    if not isinstance(given, CacheList):
+        return [f"cache_list: wanted a CacheList or None, got {type(given).__name__}"]
+    if given.kind_for(*(arguments[name] for name in CACHES)) == FOREIGN or given.layout != arguments["layout"]:
+        return ["cache_list: wanted the list that key_cache stands for, got another; pass it as key_cache alone"]
+    return []
+
+
+def _route_batched(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    name, operation, layout = "batched_attention", declare.GQA_DECODE_BATCHED, arguments["layout"]
+    check_dense(name, arguments)
+    problems = shape_problems(arguments, ("query",), 4) + cache_problems(arguments)
+    if any(isinstance(arguments[each], (list, tuple)) for each in CACHES):
+        problems.append("key_cache: a list goes as lz.CacheList(keys, values), which stands for both")
+    refuse(name, problems or list_problems(arguments))
+    check_queries(name, arguments, "")
+    problems = score_problems(arguments) + quantized.dtype_problems(arguments)
+    canonical = without_defaults(operation, arguments, arguments["query"].shape[-1], newest=True)
+    refuse(name, problems + operation.schema.validate(layout=layout, **canonical))
+    return Routed(operation, canonical, layout, varies=("batch", "length"))
+
+
+BATCHED_ATTENTION = Function(
+    name="batched_attention",
+    signature=declare.batched_attention,
+    route=_route_batched,
+    operations=(declare.GQA_DECODE_BATCHED,),
+    draw=draw.batched_attention,
+    state=frozenset({"sdpa"}),
+)
 PAGED_ATTENTION = Function(
     name=NAME,
     signature=paged_attention,
@@ -292,4 +328,4 @@ PAGED_ATTENTION = Function(
     weight=4,
     state=frozenset({"sdpa"}),
 )
-FUNCTIONS = (PAGED_ATTENTION,)
+FUNCTIONS = (PAGED_ATTENTION, BATCHED_ATTENTION)

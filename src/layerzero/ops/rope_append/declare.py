@@ -29,6 +29,7 @@ from layerzero.ops.paged import layout_record
 from layerzero.ops.paged import quantized as codes
 from layerzero.ops.paged.append import append_paged_kv_, caches, new_tokens, slots
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
+from layerzero.ops.paged.pages import CacheList, has_numbers
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
 from layerzero.ops.paged.route import CACHES
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON, cos_sin, rope_reference
@@ -85,10 +86,24 @@ def write(
         append_paged_kv_(key, value, key_cache, value_cache, slots)
 
 
-def write_rows(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, positions: Tensor) -> None:
-    """Write tokens (B, S, K, D) into the rows of caches (B, L, K, D) that their positions name."""
+def write_rows(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    *,
+    cache_list: CacheList | None = None,
+) -> None:
+    """Write tokens (B, S, K, D) into the rows of caches (B, L, K, D) that their positions name, or into a list's."""
     batch, seq = key.shape[:2]
     places = positions.long().expand(batch, seq)
+    if cache_list is not None:
+        if seq and has_numbers(places):
+            cache_list.refuse_beyond("append_kv_", "positions", places.amax(1) + 1)
+        for row, (keys, values) in enumerate(cache_list.rows):
+            keys[places[row]], values[places[row]] = key[row], value[row]
+        return
     sequences = torch.arange(batch, device=key.device).unsqueeze(1)
     key_cache[sequences, places] = key
     value_cache[sequences, places] = value
