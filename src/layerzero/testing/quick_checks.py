@@ -105,7 +105,8 @@ def gradients(trial: Trial, form: str = "") -> Finding:
             return Finding("wrong", f"the gradient of {name}: wanted one, got None")
         scale = max(want.abs().max().item(), largest / 8)  # a gradient of exactly 0, as of a softmax over one key
         least = 0.0 if leaf.dtype is torch.float64 else _LEAST
-        allowed = Tolerance(tolerance, max(tolerance * scale, least))
+        own = max(tolerance, TOLERANCE.get(leaf.dtype, 0.0))  # it is rounded to its tensor's dtype
+        allowed = Tolerance(own, max(own * scale, least))
         problem = compare.difference(leaf.grad, want, leaf.dtype, allowed)
         if problem:
             return Finding("wrong", f"the gradient of {name}: {problem}; {REASON}")
