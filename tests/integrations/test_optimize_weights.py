@@ -184,6 +184,26 @@ def test_experts_compute_what_became_of_their_weights() -> None:
     torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning")
+@pytest.mark.usefixtures("layer_clock")
+def test_a_layer_reads_sinks_that_were_exchanged() -> None:
+    """They are a parameter that attention is told, of no product or norm."""
+    stock, ids = mixtures.made("GptOss"), mixtures.tokens()
+    model = copy.deepcopy(stock)
+    report = lz.optimize(model)
+    assert "layer" in {each.kind for each in report.replaced}
+    for each in (stock, model):
+        each.load_state_dict({name: 1.5 * value for name, value in each.state_dict().items()}, assign=True)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-4)
+    for each in (stock, model):
+        for name, parameter in each.requires_grad_(False).named_parameters():
+            parameter.requires_grad_(name.endswith("sinks"))
+        each(ids).logits.sum().backward()
+    for mine, own in zip(model.model.layers, stock.model.layers, strict=True):
+        torch.testing.assert_close(mine.self_attn.sinks.grad, own.self_attn.sinks.grad, rtol=1e-3, atol=1e-3)
+
+
 def sparse(model: Any) -> None:
     model.requires_grad_(False)
     for each in model.modules():

@@ -45,6 +45,12 @@ _NORMED = "_layerzero_normed"
 """On the tensor between two layers: it, normalised as the next one begins, for which weight, and at which version."""
 
 
+def own_of(module: Module, told: Mapping[str, Any]) -> dict[str, str]:
+    """Names of arguments that are parameters of a module, with the names that these have there."""
+    names = {id(each): name for name, each in module._parameters.items() if each is not None}
+    return {name: names[id(each)] for name, each in told.items() if id(each) in names}
+
+
 class Heads(CodedParts):
     """The attention of a layer: its products, norms of its heads, and what it tells the function that attends.
 
@@ -54,6 +60,7 @@ class Heads(CodedParts):
         sizes: heads, heads of keys and values, entries of a head.
         norms: of queries and keys, or none; ``wide`` where each spans all heads.
         told: arguments by name that are the same in every call, as scaling.
+        own: names of those that are parameters of the module (sinks), and the parameters' names, read at each call.
         settings: of attention, for which the layer was proved.
         turned_once: whether cosines and sines have one entry for each pair, as gpt-oss's, not the same for both of it.
         joined, biases: weights and biases of the products as one tensor, of which theirs are parts.
@@ -73,6 +80,7 @@ class Heads(CodedParts):
     ) -> None:
         super().__init__([weight_of(each) for each in products], pack=pack)
         self.module, self.products, self.sizes, self.norms, self.told = module, products, sizes, norms, dict(told)
+        self.own = own_of(module, told)
         self.settings, self.turned_once = frozenset({NAME, COMPARED, of}), turned_once
         self.wide = norms is not None and norms[0].weight.shape[0] != sizes[2]
         self.joined: Joined | None = None
@@ -212,6 +220,12 @@ class Heads(CodedParts):
             return False
         return key.shape[0] == rows.shape[0]
 
+    def _given(self) -> dict[str, Any]:
+        """What the module tells the function that attends, its own parameters as they are now."""
+        if not self.own:
+            return self.told
+        return {**self.told, **{name: self.module._parameters[each] for name, each in self.own.items()}}
+
     def _table(self, turned: tuple[Tensor, Tensor] | None, rows: Tensor) -> Table | None:
         return None if turned is None else table_for(*turned, *rows.shape[:2], once=self.turned_once)
 
@@ -225,9 +239,9 @@ class Heads(CodedParts):
         if cache is not None:
             key, value = appended(cache, key, value, module.layer_idx)
         if mask is None and rows.shape[1] == 1 and self._is_alone(rows, key):
-            attended = attend_one(query, key.transpose(1, 2), value.transpose(1, 2), **self.told)
+            attended = attend_one(query, key.transpose(1, 2), value.transpose(1, 2), **self._given())
         else:
-            told = self.told
+            told = self._given()
             if ROW_ARGUMENTS[0] in named:
                 told = {**told, **{name: named[name] for name in ROW_ARGUMENTS}}
             attended = self._function()(module, query.transpose(1, 2), key, value, mask, **told)[0]
@@ -267,6 +281,7 @@ class Layer(State):
         normed = [each.module for each in (*norms, *(heads.norms or ())) if each is not None]
         modules = (*heads.products, *block.products, *normed, *others)
         self._learned = [(each, name) for each in modules for name in each._parameters]
+        self._learned += [(heads.module, name) for name in heads.own.values()]
 
     @property
     def learned(self) -> list[Tensor | None]:
