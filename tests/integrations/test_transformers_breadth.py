@@ -89,16 +89,18 @@ def test_packed_rows_do_not_see_each_other(architecture: Architecture) -> None:
     assert_equal(got, wanted)
 
 
-@named(DECODERS, {"Mistral"})
+@named([*DECODERS, *architectures.writers()], {"Mistral", "T5"})
 def test_chunks_through_a_cache_give_what_eager_gives(architecture: Architecture) -> None:
     pair = architecture.pair()
     ids = torch.randint(2, 99, (2, 16))
+    twice = architecture.kind == "twice"
+    name, told = ("decoder_input_ids", {"input_ids": ids}) if twice else ("input_ids", {})
     logits = []
     with torch.no_grad():
         for model in pair:
             cache, parts = None, []
             for start, stop in ((0, 9), (9, 14), (14, 15), (15, 16)):
-                output = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True)
+                output = model(**told, **{name: ids[:, start:stop]}, past_key_values=cache, use_cache=True)
                 cache = output.past_key_values
                 parts.append(output.logits)
             logits.append(torch.cat(parts, 1))

@@ -258,7 +258,8 @@ def attention_forward(
             raise InvalidCallError("lz.optimize(graph=True)", [problem])
         told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return one_token(query, key, value, scaling, told), None
-    if attention_mask is not None and (seen := transformers_patches.keys_seen(attention_mask, q_length)):
+    marked = attention_mask if position_bias is None else None  # a bias needs all of the mask
+    if marked is not None and (seen := transformers_patches.keys_seen(marked, q_length)):
         attention_mask, is_causal = None, True
         if q_length > 1:
             key, value = key[:, :, :seen], value[:, :, :seen]
@@ -283,7 +284,6 @@ def attention_forward(
     if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):  # as torch does for its own
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-
     deterministic = "deterministic" in kwargs and kwargs["deterministic"]
     own = softcap is not None or s_aux is not None or deterministic
     if attention_mask is not None and not own and _is_the_compilers(module, query, key):
