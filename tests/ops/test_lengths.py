@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -131,8 +132,28 @@ def test_rows_of_one_tensor_are_a_list_and_need_none():
     for given in ((rows[0], rows[1]), (caches,)):
         torch.testing.assert_close(lz.batched_attention(query, *given, kv_lens=lens), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.ops.layerzero.batched_attention(query, *rows, lens), wanted, rtol=1e-5, atol=1e-5)
-    traced = torch.compile(lambda *call: lz.batched_attention(*call[:2], kv_lens=call[2]), backend="eager")
-    torch.testing.assert_close(traced(query, caches, lens), wanted, rtol=1e-5, atol=1e-5)
+    new = rows[:, :, :1].clone()
+
+    def step(query, lens):
+        lz.append_kv_(*new, caches, positions=torch.tensor([0]))
+        return lz.batched_attention(query, caches, kv_lens=lens)
+
+    traced = torch.compile(step, backend="eager", fullgraph=True)
+    torch.testing.assert_close(traced(query, lens), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_code_rounds_to_the_dtype_of_a_list():
+    query, caches, lens = listed(dtype=torch.float32, held=torch.bfloat16)
+    key, value = torch.randn(2, 3, 1, 2, 16)
+
+    @functools.partial(torch.compile, backend="eager", fullgraph=True)
+    def step(query, key, value, lens):
+        lz.append_kv_(key, value, caches, positions=lens[:, None])
+        return lz.batched_attention(query, caches, kv_lens=lens + 1)
+
+    got = step(query, key, value, lens)
+    assert torch.equal(caches.rows[2][0][lens[2]], key[2, 0].bfloat16())
+    torch.testing.assert_close(got.double(), one_by_one(query, caches, lens + 1)[0], rtol=1e-5, atol=1e-5)
 
 
 REFUSED = [

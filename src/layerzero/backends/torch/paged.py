@@ -199,6 +199,7 @@ def load_listed(facts: Facts) -> Callable[..., Any]:
         return_lse: bool = False,
         **scores: Any,
     ) -> Any:
+        kv_lens = kv_lens.cpu()
         if cache_list is not None:
             cache_list.refuse_beyond("batched_attention", "kv_lens", kv_lens)
         rows = zip(key_cache, value_cache, strict=True) if cache_list is None else cache_list.rows

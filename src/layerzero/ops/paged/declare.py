@@ -29,7 +29,7 @@ from layerzero.ops.attention import declare as attn
 from layerzero.ops.attention.reference import attention_reference
 from layerzero.ops.attention.sweep import Heads, extent_of
 from layerzero.ops.paged import layout_record
-from layerzero.ops.paged.pages import CacheList, converted_dtype, gathered, has_numbers
+from layerzero.ops.paged.pages import CacheList, converted_dtype, gathered
 from layerzero.ops.paged.step import StepMetadata
 
 _INT32 = frozenset({torch.int32})
@@ -287,7 +287,7 @@ def batched_attention(
     """
     if layout != CACHE_LAYOUTS[0]:
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
-    if cache_list is not None and has_numbers(kv_lens):
+    if cache_list is not None:
         cache_list.refuse_beyond("batched_attention", "kv_lens", kv_lens)
     rows = tuple(zip(key_cache, value_cache, strict=True)) if cache_list is None else cache_list.rows
     wide = query.to(converted_dtype(query, key_cache))

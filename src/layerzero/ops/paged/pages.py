@@ -215,10 +215,13 @@ class CacheList(Bundle):
         return f"CacheList({len(self.rows)} caches in {self.layout}, {self.kind})"
 
     def refuse_beyond(self, function: str, name: str, ends: Tensor) -> None:
-        """Refuse tokens beyond the end of a shorter cache; the schema looks at the longest. Waits for a device.
+        """Refuse tokens beyond the end of a shorter cache than the longest, at which the schema looks.
 
+        It looks where numbers may be read at no cost: on a CPU, and not in compiled code.
         Shapes: ends (B,), one more than the last place of each request. Raises: InvalidCallError.
         """
+        if torch.compiler.is_compiling() or not has_numbers(ends):
+            return
         for row, (end, (keys, _)) in enumerate(zip(ends.tolist(), self.rows, strict=True)):
             if end > len(keys):
                 wanted = f"at most {len(keys)} tokens in cache {row}"

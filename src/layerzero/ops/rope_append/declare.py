@@ -29,7 +29,7 @@ from layerzero.ops.paged import layout_record
 from layerzero.ops.paged import quantized as codes
 from layerzero.ops.paged.append import append_paged_kv_, caches, new_tokens, slots
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
-from layerzero.ops.paged.pages import CacheList, has_numbers
+from layerzero.ops.paged.pages import CacheList
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
 from layerzero.ops.paged.route import CACHES
 from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON, cos_sin, rope_reference
@@ -99,10 +99,11 @@ def write_rows(
     batch, seq = key.shape[:2]
     places = positions.long().expand(batch, seq)
     if cache_list is not None:
-        if seq and has_numbers(places):
+        if seq:
             cache_list.refuse_beyond("append_kv_", "positions", places.amax(1) + 1)
         for row, (keys, values) in enumerate(cache_list.rows):
-            keys[places[row]], values[places[row]] = key[row], value[row]
+            keys[places[row]] = key[row].to(keys.dtype)  # compiled code has no plan, which casts before
+            values[places[row]] = value[row].to(values.dtype)
         return
     sequences = torch.arange(batch, device=key.device).unsqueeze(1)
     key_cache[sequences, places] = key
