@@ -311,19 +311,12 @@ _HEAD_DIMS = (1, 7, 16, 64, 128)
 
 
 def _draw_caches(draw: Draw, lead: tuple[int, int], dtype: torch.dtype) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Both caches in a layout, apart or side by side in each token, and their heads and widths."""
+    """Both caches in a layout, and their heads and widths."""
     kv_heads, dim = draw.of((1, 2, 3)), draw.of(_HEAD_DIMS)
     value_dim = draw.of(_HEAD_DIMS) if draw.chance(0.1) else dim
-    if draw.chance(0.3) and value_dim == dim:
-        joined = draw.normal((*lead, 2, kv_heads, dim), dtype)
-        caches = [joined[:, :, 0], joined[:, :, 1]]
-    else:
-        caches = [draw.normal((*lead, kv_heads, width), dtype) for width in (dim, value_dim)]
-    layout = draw.of(CACHE_LAYOUTS)
-    if layout != CACHE_LAYOUTS[0]:
-        caches = [each.transpose(1, 2) for each in caches]
-        caches = [each.contiguous() for each in caches] if draw.chance(0.5) else caches
-    return {"key_cache": caches[0], "value_cache": caches[1], "layout": layout}, (kv_heads, dim, value_dim)
+    layout, made = draw.of(CACHE_LAYOUTS), paged_draw.caches(draw, lead, kv_heads, (dim, value_dim), dtype)
+    keys, values = paged_draw.in_layout(draw, made, layout)
+    return {"key_cache": keys, "value_cache": values, "layout": layout}, (kv_heads, dim, value_dim)
 
 
 def _draw_new(draw: Draw, token: tuple[int, ...], heads: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Tensor]:

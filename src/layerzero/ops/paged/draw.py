@@ -27,29 +27,38 @@ def _head_dims(draw: Draw) -> tuple[int, int]:
     return head_dim, draw.of(_HEAD_DIMS, _HEAD_DIM_WEIGHTS) if draw.chance(0.1) else head_dim
 
 
-def _caches(
-    draw: Draw, pages: int, page_size: int, kv_heads: int, dims: tuple[int, int], dtype: torch.dtype, transposed: bool
-) -> Any:
-    """Key and value caches full of NaN in NHD, apart, side by side in one tensor, padded, or with transposed keys."""
-    key_dim, value_dim = dims
-    form = draw.of(("apart", "apart", "joined", "padded"))
-    nan = float("nan")
-    if transposed:  # each page of the keys the other way round in memory, seen in HND
-        shape = (pages, kv_heads, key_dim, page_size)
-        keys = torch.full(shape, nan, dtype=dtype, device=draw.device).permute(0, 3, 1, 2)
-        shape = (pages, kv_heads, page_size, value_dim)
-        return keys, torch.full(shape, nan, dtype=dtype, device=draw.device).transpose(1, 2)
+def caches(
+    draw: Draw,
+    lead: tuple[int, int],
+    kv_heads: int,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    *,
+    transposed: bool = False,
+) -> list[Tensor]:
+    """Key and value caches in NHD: apart, side by side in each page or token, padded, or with transposed keys.
+
+    Transposed: each page of the keys the other way round in memory, seen in HND, as vLLM's CPU kernels want them.
+    """
+    (pages, page_size), (key_dim, value_dim) = lead, dims
+    if transposed:
+        keys = draw.normal((pages, kv_heads, key_dim, page_size), dtype).permute(0, 3, 1, 2)
+        return [keys, draw.normal((pages, kv_heads, page_size, value_dim), dtype).transpose(1, 2)]
+    form = draw.of(("apart", "joined", "padded"), (3, 1, 1))
+    if form == "joined" and key_dim == value_dim:
+        axis = draw.of((1, 2))
+        return list(draw.normal((*lead[:axis], 2, *lead[axis:], kv_heads, key_dim), dtype).unbind(axis))
     extra = 1 if form == "padded" else 0
     shapes = [(pages + extra, page_size, kv_heads, dim + 8 * extra) for dim in dims]
-    keys, values = (torch.full(shape, nan, dtype=dtype, device=draw.device) for shape in shapes)
-    return keys[extra:, ..., :key_dim], values[extra:, ..., :value_dim]
+    return [draw.normal(shape, dtype)[extra:, ..., :dim] for shape, dim in zip(shapes, dims, strict=True)]
 
 
-def _in_layout(tensor: Tensor, layout: str, contiguous: bool) -> Tensor:
+def in_layout(draw: Draw, tensors: list[Tensor], layout: str, *, transposed: bool = False) -> list[Tensor]:
+    """Caches in NHD as a layout has them: views, or in memory of that order."""
     if layout == CACHE_LAYOUTS[0]:
-        return tensor
-    moved = tensor.transpose(1, 2)
-    return moved.contiguous() if contiguous else moved
+        return tensors
+    moved = [each.transpose(1, 2) for each in tensors]
+    return moved if transposed or draw.chance(0.5) else [each.contiguous() for each in moved]
 
 
 def tables(draw: Draw, lens: Tensor, blocks: int, page_size: int, shared: int = 0) -> tuple[Tensor, int]:
@@ -65,13 +74,13 @@ def tables(draw: Draw, lens: Tensor, blocks: int, page_size: int, shared: int = 
     return torch.where(first < lens.unsqueeze(1), table, draw.of((0, -1, 2**30))).int(), pages
 
 
-def fill(draw: Draw, caches: Sequence[Tensor], table: Tensor, lens: Tensor, dtype: torch.dtype) -> None:
+def fill(draw: Draw, tensors: Sequence[Tensor], table: Tensor, lens: Tensor, dtype: torch.dtype) -> None:
     """Write unit normal numbers wherever a sequence has a token."""
-    page_size = caches[0].shape[1]
+    page_size = tensors[0].shape[1]
     positions = torch.arange(table.shape[1] * page_size, device=draw.device)
     owner, position = ((positions < lens.unsqueeze(1)).nonzero()).unbind(1)
     places = table[owner, position // page_size].long(), position % page_size
-    for cache in caches:
+    for cache in tensors:
         cache[places] = draw.normal((len(owner), *cache.shape[2:]), dtype)
 
 
@@ -100,14 +109,16 @@ def _one_token(
     if most is not None:
         lens = lens.minimum(lens.new_tensor(most(batch, longest)))
     table, pages = tables(draw, lens, blocks, page_size)
-    keys, values = _caches(draw, pages, page_size, kv_heads, dims, dtype, transposed)
-    fill(draw, (keys, values), table, lens, dtype)
+    pair = [
+        each.fill_(torch.nan) for each in caches(draw, (pages, page_size), kv_heads, dims, dtype, transposed=transposed)
+    ]
+    fill(draw, pair, table, lens, dtype)
     layout = draw.of(CACHE_LAYOUTS)
-    solid = draw.chance(0.5) and not transposed
+    keys, values = in_layout(draw, pair, layout, transposed=transposed)
     arguments: dict[str, Any] = {
         "query": draw.laid_out(draw.normal((batch, 1, heads, dims[0]), dtype)),
-        "key_cache": _in_layout(keys, layout, solid),
-        "value_cache": _in_layout(values, layout, solid),
+        "key_cache": keys,
+        "value_cache": values,
         "block_tables": table,
         "context_lens": lens,
     }
@@ -147,16 +158,13 @@ def batched_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     lens = draw.integers((batch,), capacity, draw.of((torch.int32, torch.int64)))
     layout, held = draw.of(CACHE_LAYOUTS), draw.of((dtype, *ordered(FLOATING)), (12, 1, 1, 1, 1))
     beyond = torch.arange(capacity, device=draw.device) >= lens.unsqueeze(1)
-    caches = []
-    for width in dims:
-        cache = draw.normal((batch, capacity, kv_heads, width), held)
-        cache = cache.masked_fill(beyond[..., None, None], float("nan"))
-        caches.append(_in_layout(cache, layout, draw.chance(0.5)))
+    pair = caches(draw, (batch, capacity), kv_heads, dims, held)
+    keys, values = in_layout(draw, [each.masked_fill_(beyond[..., None, None], torch.nan) for each in pair], layout)
     heads = kv_heads * draw.of((1, 2, 4))
     arguments: dict[str, Any] = {
         "query": draw.laid_out(draw.normal((batch, 1, heads, dims[0]), dtype)),
-        "key_cache": caches[0],
-        "value_cache": caches[1],
+        "key_cache": keys,
+        "value_cache": values,
         "kv_lens": lens,
         "layout": layout,
     }
@@ -190,16 +198,16 @@ def append_paged_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     capacity = pages * page_size
     tokens = min(draw.of((0, 1, 2, 3, 17), (1, 6, 6, 6, 4)), capacity)
     places = slots(draw, capacity, tokens)
-    keys, values = _caches(draw, pages, page_size, kv_heads, dims, dtype, transposed)
-    for cache in (keys, values):
-        cache.copy_(draw.normal(cache.shape, dtype))
-    layout = draw.of(CACHE_LAYOUTS)
-    solid = draw.chance(0.5) and not transposed
+    layout, pair = (
+        draw.of(CACHE_LAYOUTS),
+        caches(draw, (pages, page_size), kv_heads, dims, dtype, transposed=transposed),
+    )
+    keys, values = in_layout(draw, pair, layout, transposed=transposed)
     return {
         "key": draw.laid_out(draw.normal((tokens, kv_heads, dims[0]), dtype)),
         "value": draw.laid_out(draw.normal((tokens, kv_heads, dims[1]), dtype)),
-        "key_cache": _in_layout(keys, layout, solid),
-        "value_cache": _in_layout(values, layout, solid),
+        "key_cache": keys,
+        "value_cache": values,
         "slot_mapping": draw.laid_out(places, expand=False),
         "layout": layout,
     }

@@ -12,7 +12,7 @@ from layerzero.core.operation import Function, Routed
 from layerzero.ops.declaration import check_dense, shape_problems
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged.declare import CACHE_LAYOUTS
-from layerzero.ops.paged.draw import quantize, slots
+from layerzero.ops.paged.draw import caches, in_layout, quantize, slots
 from layerzero.ops.paged.quantized import has_codes, scale_problems
 from layerzero.ops.paged.route import CACHES, cache_problems, check_written, memory_problems
 from layerzero.ops.rope.draw import draw_table, norm_weights
@@ -21,25 +21,6 @@ from layerzero.ops.rope_append.declare import ROPE_APPEND, ROPE_APPEND_PAGED, RO
 
 _HEAD_DIMS = (2, 7, 16, 33, 64, 80, 128)
 _HEAD_DIM_WEIGHTS = (1, 1, 2, 1, 5, 2, 4)
-
-
-def _caches(
-    draw: Draw, lead: tuple[int, int], kv_heads: int, dims: tuple[int, int], dtype: torch.dtype
-) -> list[Tensor]:
-    """In NHD: apart, side by side in one tensor, or padded."""
-    form = draw.of(("apart", "joined", "padded"), (3, 1, 1))
-    if form == "joined" and dims[0] == dims[1]:
-        joined = draw.normal((lead[0], 2, lead[1], kv_heads, dims[0]), dtype)
-        return [joined[:, 0], joined[:, 1]]
-    extra = 8 if form == "padded" else 0
-    return [draw.normal((*lead, kv_heads, dim + extra), dtype)[..., :dim] for dim in dims]
-
-
-def _transposed(draw: Draw, lead: tuple[int, int], kv_heads: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """In NHD, each page of the keys the other way round in memory, as vLLM's CPU kernels want them."""
-    pages, page_size = lead
-    keys = draw.normal((pages, kv_heads, width, page_size), dtype).permute(0, 3, 1, 2)
-    return [keys, draw.normal((pages, kv_heads, page_size, width), dtype).transpose(1, 2)]
 
 
 def random_call(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict[str, Any]:
@@ -71,21 +52,16 @@ def random_call(draw: Draw, dtype: torch.dtype, *, joined: bool = False) -> dict
         positions = positions.int()
     cos, sin = draw_table(draw, rows, half, draw.of((torch.float32, dtype), (3, 2)), angles_alone=joined)
     layout = draw.of(CACHE_LAYOUTS)
-    if transposed:
-        caches = _transposed(draw, lead, kv_heads, dims[0], dtype)
-    else:
-        caches = _caches(draw, lead, kv_heads, dims, dtype)
-    if layout != CACHE_LAYOUTS[0]:
-        caches = [each.transpose(1, 2) for each in caches]
-        caches = [each.contiguous() for each in caches] if draw.chance(0.5) and not transposed else caches
+    made = caches(draw, lead, kv_heads, dims, dtype, transposed=transposed)
+    keys, values = in_layout(draw, made, layout, transposed=transposed)
     arguments |= {
         "query": draw.laid_out(draw.normal((*token, heads, dims[0]), dtype)),
         "key": draw.laid_out(draw.normal((*token, kv_heads, dims[0]), dtype)),
         "value": draw.laid_out(draw.normal((*token, kv_heads, dims[1]), dtype)),
         "cos": cos,
         "sin": sin,
-        "key_cache": caches[0],
-        "value_cache": caches[1],
+        "key_cache": keys,
+        "value_cache": values,
         "positions": draw.laid_out(positions, expand=False),
         "layout": layout,
     }
