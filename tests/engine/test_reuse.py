@@ -112,7 +112,8 @@ def misfits(draw):
         if size in tensor.shape and name != whole:
             shorter = tensor.narrow(tensor.shape.index(size), 0, size - 1)
             arguments[name] = shorter.contiguous() if dense else shorter
-    arguments.pop("step", None)  # which is of the whole tables
+    for name in ("step", "cache_list"):  # which are of the whole tensors
+        arguments.pop(name, None)
     return first, RandomCall(second.function, arguments, second.name)
 
 
