@@ -34,6 +34,9 @@ def test_each_setting_is_one_that_decides_or_one_that_does_not():
         "backend_containers",
         "gpu_generations",
         "max_error",
+        "quant.fallback",
+        "quant.priority",
+        "quant.profile",
     }
     assert not decide & DECIDE_NOTHING
     assert decide | DECIDE_NOTHING == set(SETTINGS)

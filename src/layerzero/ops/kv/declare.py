@@ -310,12 +310,15 @@ def _route_quantized(arguments: dict[str, Any], default_layout: str | None) -> R
 _HEAD_DIMS = (1, 7, 16, 64, 128)
 
 
-def _draw_caches(draw: Draw, lead: tuple[int, int], dtype: torch.dtype) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Both caches in a layout, and their heads and widths."""
-    kv_heads, dim = draw.of((1, 2, 3)), draw.of(_HEAD_DIMS)
-    value_dim = draw.of(_HEAD_DIMS) if draw.chance(0.1) else dim
-    layout, made = draw.of(CACHE_LAYOUTS), paged_draw.caches(draw, lead, kv_heads, (dim, value_dim), dtype)
-    keys, values = paged_draw.in_layout(draw, made, layout)
+def _draw_caches(
+    draw: Draw, lead: tuple[int, int], dtype: torch.dtype, *, transposed: bool = False
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Both caches in a layout, and their heads and widths; kernels that read transposed keys know fewer."""
+    kv_heads, dim = draw.of((1, 2, 3)), draw.of((32, 64, 128) if transposed else _HEAD_DIMS)
+    value_dim = draw.of(_HEAD_DIMS) if not transposed and draw.chance(0.1) else dim
+    layout = draw.of(CACHE_LAYOUTS)
+    made = paged_draw.caches(draw, lead, kv_heads, (dim, value_dim), dtype, transposed=transposed)
+    keys, values = paged_draw.in_layout(draw, made, layout, transposed=transposed)
     return {"key_cache": keys, "value_cache": values, "layout": layout}, (kv_heads, dim, value_dim)
 
 
@@ -362,8 +365,9 @@ def _draw_copy(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
 def _draw_quantized(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.append_quantized_kv_``: some quotients lie beyond the range."""
-    pages, page_size = draw.of((1, 2, 9)), draw.of((1, 3, 8, 16))
-    arguments, heads = _draw_caches(draw, (pages, page_size), dtype)
+    transposed = draw.chance(0.3)
+    pages, page_size = draw.of((1, 2, 9)), draw.of((32, 64) if transposed else (1, 3, 8, 16))
+    arguments, heads = _draw_caches(draw, (pages, page_size), dtype, transposed=transposed)
     tokens = min(draw.of((0, 1, 2, 5, 17), (1, 6, 6, 6, 4)), pages * page_size)
     places = paged_draw.slots(draw, pages * page_size, tokens)
     made = {**_draw_new(draw, (tokens,), heads, dtype), **paged_draw.quantize(draw, arguments)}
