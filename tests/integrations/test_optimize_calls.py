@@ -12,6 +12,7 @@ import torch
 from optimized_models import SIZES, made
 from scaled_modules import Gated, Scaled
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import layerzero as lz
 from decoders import output, tokens
@@ -95,6 +96,40 @@ def test_two_models_share_nothing() -> None:
     assert reports[1].is_on
     assert torch.equal(output(first), expected)
     assert torch.equal(output(stock), expected)
+
+
+class Squared(TorchFunctionMode):
+    """Exchanges an activation, as modes that calibrate or study a model do."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].square() if function is nn.functional.gelu else function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("find", [block, linear])
+def test_functions_that_a_mode_exchanges_count(find: Any) -> None:
+    stock = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).eval()
+    model, rows = copy.deepcopy(stock), torch.randn(3, 16)
+    find(model if find is block else model[0]).swap.on()
+    with Squared(), torch.device("cpu"):
+        torch.testing.assert_close(model(rows), stock(rows))
+    called = {each.function for each in lz.trace(model, rows).rows}
+    with torch.device("cpu"):
+        assert {each.function for each in lz.trace(model, rows).rows} == called != set()
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("packs", "layer_clock")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_nested_tensors_are_the_modules_own(dtype: torch.dtype) -> None:
+    """They have no sizes to choose a kernel or a packed form by."""
+    stock = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).to(dtype).eval()
+    model = copy.deepcopy(stock)
+    rows = torch.nested.nested_tensor([torch.randn(each, 16, dtype=dtype) for each in (3, 5)])
+    assert lz.optimize(model).replaced
+    for got, wanted in zip(model(rows).unbind(), stock(rows).unbind(), strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])

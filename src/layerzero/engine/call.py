@@ -26,7 +26,7 @@ from layerzero.engine.call_source import coarse_key, key_source, names_of, sourc
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import Dispatcher
 from layerzero.engine.fusion import FUSING, exporting, expressed, expression_of
-from layerzero.engine.transforms import in_dispatch_mode, in_transform
+from layerzero.engine.transforms import in_dispatch_mode, in_transform, is_default_device, top_mode
 
 _PLAIN = frozenset({torch.Tensor, Parameter})
 
@@ -198,7 +198,7 @@ class Call:
     def _unusual(self, *values: Any) -> Any:
         """Run a call that makes no key: subclasses, modes, transforms, objects, or arguments that are wrong."""
         arguments = self._arguments(values)
-        if _is_default_device(_top_mode()):
+        if is_default_device(top_mode()):
             return self._beside_default_device(arguments)
         if any(isinstance(value, Bundle) or value is MISSING for value in values):
             return self.fast(**unpack(self.function, arguments))
@@ -223,17 +223,6 @@ class Call:
             return self.fast(**arguments)
         finally:
             torch._C._push_on_torch_function_stack(mode)
-
-
-def _top_mode() -> object:
-    modes = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(modes - 1) if modes else None
-
-
-def _is_default_device(mode: object) -> bool:
-    """Whether this is what ``torch.set_default_device`` and ``with torch.device`` set; a call should import nothing."""
-    kind = type(mode)
-    return kind.__name__ == "DeviceContext" and kind.__module__ == "torch.utils._device"
 
 
 def _tell_unused(function: str, names: str) -> bool:

@@ -194,6 +194,24 @@ def in_transform() -> bool:
     return bool(torch._C._is_tracing())
 
 
+def top_mode() -> object:
+    """The mode that sees a call of torch's functions first, or None."""
+    modes = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(modes - 1) if modes else None
+
+
+def is_default_device(mode: object) -> bool:
+    """Whether this is what ``torch.set_default_device`` and ``with torch.device`` set; a call should import nothing."""
+    kind = type(mode)
+    return kind.__name__ == "DeviceContext" and kind.__module__ == "torch.utils._device"
+
+
+def in_function_mode() -> bool:
+    """Whether a mode that is no default device's hears every function of torch, and may compute something else."""
+    modes = torch._C._len_torch_function_stack()
+    return modes > 0 and not all(is_default_device(torch._C._get_function_stack_at(each)) for each in range(modes))
+
+
 def in_dispatch_mode() -> bool:
     """Whether a mode (fake tensors, tracing, functionalisation) listens to every operator."""
     return torch._C._len_torch_dispatch_stack() > 0

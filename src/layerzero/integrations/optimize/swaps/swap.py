@@ -26,7 +26,7 @@ from torch.nn import Module, Parameter
 
 from layerzero.core.arguments import signature_of
 from layerzero.core.errors import LayerZeroWarning
-from layerzero.engine.transforms import in_transform
+from layerzero.engine.transforms import in_function_mode, in_transform
 from layerzero.integrations.optimize.swaps.stamp import OURS, SWAPPED, Stamp
 
 MARK = "_layerzero"
@@ -167,14 +167,14 @@ def weight_of(module: Module) -> Parameter:
 def serves(state: State | None, input: Tensor, *weights: Tensor | None) -> bool:
     """Whether a call is one that the new forward was proved for; any other belongs to the module's own.
 
-    What trains, traces or compiles gets what is stock; so does a module that changed since, or one below it, and a call
-    of a size at which the module's own code is faster. There is no state once another thread has undone it.
+    What trains, traces, compiles or hears torch's functions gets what is stock; so do nested tensors, later changes,
+    and a size at which the module's own code is faster. There is no state once another thread has undone it.
     """
     if torch.compiler.is_compiling() or state is None or torch._C._is_any_autocast_enabled():
         return False
-    if state.own_at and state.own_at[size_of(input, state.many)]:
+    if type(input) not in _PLAIN or input.is_nested or in_transform() or in_function_mode():
         return False
-    if type(input) not in _PLAIN or in_transform():
+    if state.own_at and state.own_at[size_of(input, state.many)]:
         return False
     wanted = torch.is_grad_enabled()
     if wanted and input.requires_grad:
