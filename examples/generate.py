@@ -1,6 +1,6 @@
 """Write with a decoder: one line makes each step one replayed CUDA graph, and ``generate`` stays as it was.
 
-pip install layerzero[cpu,transformers]
+pip install -e ".[cpu,transformers]"
 
 The model is random and small; put ``AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")`` in its place. On a
 CPU the same code runs without a graph.

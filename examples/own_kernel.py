@@ -1,6 +1,6 @@
 """A kernel of your own: registered, put to the proof, chosen, and the reason told.
 
-pip install layerzero
+pip install -e .
 """
 
 import torch

@@ -308,6 +308,14 @@ def test_every_link_leads_somewhere():
     assert broken == []
 
 
+def test_nothing_is_installed_by_the_name_of_another_project():
+    """A checkout is installed by its path: ``layerzero`` on PyPI is not this project."""
+    texts = [ROOT / "README.md", *(path for part in ("docs", "examples", "src") for path in (ROOT / part).rglob("*.*"))]
+    named = re.compile(r"pip install [^`\n]*?\blayerzero\b(?!-)")
+    found = [path for path in texts if path.suffix in (".md", ".py") and named.search(path.read_text())]
+    assert found == []
+
+
 def test_files_that_a_page_names_exist():
     names = "architecture.md", "perfdb.md", "security.md", "adding_operations.md"
     files = {

@@ -103,10 +103,10 @@ def test_metrics_are_prometheus_text(ask):
 @WAYS
 def test_without_prometheus_client_the_answer_says_what_brings_it(ask, monkeypatch):
     def absent():
-        raise ModuleNotFoundError("`pip install 'layerzero[prometheus]'` brings it")
+        raise ModuleNotFoundError("`pip install prometheus-client` brings it")
 
     monkeypatch.setattr(probes, "prometheus_text", absent)
-    assert ask(Probes(), "/metrics")[::2] == (501, "`pip install 'layerzero[prometheus]'` brings it\n")
+    assert ask(Probes(), "/metrics")[::2] == (501, "`pip install prometheus-client` brings it\n")
 
 
 @WAYS

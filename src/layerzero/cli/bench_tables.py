@@ -140,7 +140,7 @@ def check(path: Path | None, html_path: Path | None = None) -> None:
     try:
         import matplotlib as mpl
     except ImportError:
-        raise ValueError("--plot, --html: wanted matplotlib, got none; pip install 'layerzero[plots]'") from None
+        raise ValueError("--plot, --html: wanted matplotlib, got none; pip install matplotlib") from None
     mpl.use("Agg")
     if path is not None and path.suffix.lower() not in _FORMATS:
         raise ValueError(f"--plot: wanted a name that ends in {' or '.join(_FORMATS)}, got {path}")

@@ -316,7 +316,7 @@ def _issues(libraries: list[LibraryFinding], devices: list[Device], resting: dic
     yield from (f"{kernel} failed and rests: {error}" for kernel, error in resting.items())
     usable = [library for library in libraries if library.reason is None and not library.name.startswith("torch")]
     if not usable:
-        more = "pip install layerzero[cpu]" if devices[-1].platform == "cpu" else "pip install flash-attn"
+        more = "pip install onnxruntime onnx" if devices[-1].platform == "cpu" else "pip install flash-attn"
         yield f"only torch's own kernels are usable on {devices[-1].name}; `{more}` adds others"
     yield from _unused_units(devices)
     yield from _whole_beside(devices[0])

@@ -289,7 +289,7 @@ def backend_of_diffusers() -> Any:
         found = version("diffusers")
     except PackageNotFoundError as error:
         wanted = f"register_with_diffusers: wanted diffusers {TESTED}, got none"
-        raise ImportError(f"{wanted}; pip install 'layerzero[diffusers]'") from error
+        raise ImportError(f"{wanted}; pip install 'diffusers{TESTED}'") from error
     if not TESTED.contains(found, prereleases=True):
         wanted = f"register_with_diffusers: wanted diffusers {TESTED}, whose private registry is known, got {found}"
         raise ImportError(f"{wanted}; pip install 'diffusers{TESTED}'")

@@ -26,13 +26,13 @@ SHARED_S = 1.0
 """How old a snapshot may be that instruments of OpenTelemetry share."""
 
 
-def _library(name: str, extra: str) -> Any:
-    """An optional library. Raises: ModuleNotFoundError that names the extra which brings it."""
+def _library(name: str, package: str) -> Any:
+    """An optional library. Raises: ModuleNotFoundError that names the package which brings it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"wanted {name}, got {error}; `pip install 'layerzero[{extra}]'` brings it", name=error.name
+            f"wanted {name}, got {error}; `pip install {package}` brings it", name=error.name
         ) from error
 
 
@@ -58,7 +58,7 @@ class PrometheusCollector:
 
     @staticmethod
     def _family(series: Series, labels: list[str]) -> Any:
-        core = _library("prometheus_client.core", "prometheus")
+        core = _library("prometheus_client.core", "prometheus-client")
         kind = core.CounterMetricFamily if series.grows else core.GaugeMetricFamily
         return kind(series.name, series.help, labels=labels)
 
@@ -70,13 +70,13 @@ def register_with_prometheus(registry: CollectorRegistry | None = None) -> Prome
     Raises: ModuleNotFoundError without prometheus-client; ValueError for a registry that has them already.
     """
     collector = PrometheusCollector()
-    (registry or _library("prometheus_client", "prometheus").REGISTRY).register(collector)
+    (registry or _library("prometheus_client", "prometheus-client").REGISTRY).register(collector)
     return collector
 
 
 def prometheus_text() -> bytes:
     """The numbers of ``lz.metrics`` as text that Prometheus scrapes. Raises: ModuleNotFoundError, see above."""
-    client = _library("prometheus_client", "prometheus")
+    client = _library("prometheus_client", "prometheus-client")
     registry = client.CollectorRegistry()
     registry.register(PrometheusCollector())
     return bytes(client.generate_latest(registry))
@@ -99,8 +99,8 @@ def register_with_opentelemetry(*, tracer_provider: Any = None, meter_provider: 
     """
     from layerzero import __version__
 
-    trace = _library("opentelemetry.trace", "otel")
-    api = _library("opentelemetry.metrics", "otel")
+    trace = _library("opentelemetry.trace", "opentelemetry-api")
+    api = _library("opentelemetry.metrics", "opentelemetry-api")
     tracer = trace.get_tracer("layerzero", __version__, tracer_provider)
     meter = api.get_meter("layerzero", __version__, meter_provider)
     shared = _Shared()

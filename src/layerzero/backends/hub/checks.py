@@ -193,7 +193,7 @@ def _packages(repo: str) -> None:
         except importlib.metadata.PackageNotFoundError:
             version = "absent"
         if not within(version, versions):
-            raise RefusedBuildError(name, f"{versions} to check {repo}", version, "pip install 'layerzero[hub]'")
+            raise RefusedBuildError(name, f"{versions} to check {repo}", version, f"pip install '{name}{versions}'")
 
 
 def _variant(found: Found) -> Path:

@@ -1,9 +1,9 @@
 """Under what a time was taken: the device, its driver, and the versions of torch and of the kernel's library.
 
 And the state that the machine was in, and the memory that a call may use there. Times compare within a condition, in
-buckets. On NVIDIA GPUs it is read through NVML, where nvidia-ml-py is installed (``layerzero[nvml]``): temperature,
-memory pressure, power state. Without it, and on AMD's GPUs, torch tells the memory pressure. On a CPU: load, and the
-clock where the system tells it. What cannot be read is left out.
+buckets. On NVIDIA GPUs it is read through NVML, where nvidia-ml-py is installed: temperature, memory pressure, power
+state. Without it, and on AMD's GPUs, torch tells the memory pressure. On a CPU: load, and the clock where the system
+tells it. What cannot be read is left out.
 Where times of one call were taken under several conditions, those under the present one count, or else those under the
 one that most kernels share, and others count less. No time is multiplied by a factor for its condition: none was
 calibrated.
@@ -210,7 +210,7 @@ def _nvml() -> Any:
     try:
         import pynvml
     except ImportError:
-        log.info("of GPUs memory alone is recorded: nvidia-ml-py is not installed (pip install layerzero[nvml])")
+        log.info("of GPUs memory alone is recorded: nvidia-ml-py is not installed (pip install nvidia-ml-py)")
         return None
     try:
         pynvml.nvmlInit()
