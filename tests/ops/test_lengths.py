@@ -8,6 +8,8 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from drawing import at_once
@@ -154,6 +156,36 @@ def test_compiled_code_rounds_to_the_dtype_of_a_list():
     got = step(query, key, value, lens)
     assert torch.equal(caches.rows[2][0][lens[2]], key[2, 0].bfloat16())
     torch.testing.assert_close(got.double(), one_by_one(query, caches, lens + 1)[0], rtol=1e-5, atol=1e-5)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Own(torch.Tensor):
+    """A subclass without behaviour."""
+
+
+def test_a_list_passes_modes_transforms_and_subclasses():
+    query, caches, lens = listed()
+    key, value = torch.randn(2, 3, 1, 2, 16)
+    with Watching():
+        lz.append_kv_(key, value, caches, positions=lens[:, None])
+        seen = lz.batched_attention(query, caches, kv_lens=lens + 1)
+    assert torch.equal(caches.rows[2][0][lens[2]], key[2, 0])
+    lens += 1
+    wanted = one_by_one(query, caches, lens)[0].float()
+
+    def attend(query):
+        return lz.batched_attention(query, caches, kv_lens=lens)
+
+    for got in (seen, torch.vmap(attend)(query[None])[0], attend(query.as_subclass(Own))):
+        torch.testing.assert_close(torch.Tensor(got), wanted, rtol=1e-5, atol=1e-5)
+    with FakeTensorMode():
+        query, caches, lens = listed()
+        lz.append_kv_(torch.ones(3, 1, 2, 16), torch.ones(3, 1, 2, 16), caches, positions=lens[:, None])
+        assert lz.batched_attention(query, caches, kv_lens=lens + 1).shape == query.shape
 
 
 REFUSED = [

@@ -121,6 +121,11 @@ class Call:
     def _arguments(self, values: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(self.dispatcher.names, values, strict=True))
 
+    def _are_to_unpack(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether a tensor's place has an object, or nothing; a handle may be an object that brought itself."""
+        held = any(isinstance(arguments[name], Bundle) for name in self.function.tensors)
+        return held or any(value is MISSING for value in arguments.values())
+
     def _misfit(self, unknown: Mapping[str, Any], beyond: tuple[Any, ...], *values: Any) -> Any:
         """Raise what Python does for arguments that a function has not, and name the nearest, or those that it has."""
         if not unknown:
@@ -168,8 +173,7 @@ class Call:
     def _operator(self, *values: Any) -> Any:
         """Call ``torch.ops.layerzero``: torch's dispatcher knows what to do with modes and wrapper subclasses."""
         arguments = self._arguments(values)
-        held = [arguments[name] for name in self.function.tensors]  # a handle may be one that brought itself
-        if any(isinstance(value, Bundle) for value in held) or MISSING in arguments.values():  # in compiled code
+        if self._are_to_unpack(arguments):  # in compiled code
             return self._operator(*unpack(self.function, arguments).values())
         wants_gradient = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
         if self.function.mutates and wants_gradient and torch.is_grad_enabled():
@@ -200,7 +204,7 @@ class Call:
         arguments = self._arguments(values)
         if is_default_device(top_mode()):
             return self._beside_default_device(arguments)
-        if any(isinstance(value, Bundle) or value is MISSING for value in values):
+        if self._are_to_unpack(arguments):
             return self.fast(**unpack(self.function, arguments))
         tensors = tuple(value for value in values if isinstance(value, torch.Tensor))
         if has_torch_function(tensors) and not any(each.is_nested for each in tensors):  # theirs go by a name alone

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from layerzero.core.arguments import told
 from layerzero.core.bundle import MISSING, Bundle
@@ -92,7 +93,9 @@ def blocks_of(block_tables: Tensor, context_lens: Tensor, page_size: int, promis
 
 def has_numbers(lengths: Tensor) -> bool:
     """Whether numbers may be read of a tensor at no cost, and hold for what is computed with them."""
-    return lengths.is_cpu and not (torch._C._is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(lengths))
+    if not lengths.is_cpu or isinstance(lengths, FakeTensor):
+        return False
+    return not (torch._C._is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(lengths))
 
 
 def gathered(
