@@ -225,6 +225,8 @@ def test_lists_that_mean_nothing_are_refused(call, text):
 def test_caches_that_touch_are_read_and_not_written():
     whole = torch.randn(2, 12, 2, 16)
     keys, values = [whole[0], whole[0, 2:]], [whole[1], whole[1, 2:]]
+    assert lz.CacheList([*whole], [whole[1], whole[0]]).kind == "shared"  # keys of one, values of the other
+    assert lz.CacheList.of_rows(*torch.randn(3, 12, 2, 2, 16).unbind(2)).kind == "apart"  # side by side in each token
     caches, lens = lz.CacheList(keys, values), torch.tensor([12, 10], dtype=torch.int32)
     query = torch.randn(2, 1, 4, 16)
     wanted = one_by_one(query, caches, lens)[0].float()

@@ -332,16 +332,14 @@ def overlaps(left: torch.Tensor, right: torch.Tensor) -> bool:
             return False
     except NotImplementedError:  # a transform's tensors hide their memory; torch itself refuses what it cannot write
         return False
-    return _first(left) <= _last(right) and _first(right) <= _last(left)
+    one, other = reach(left), reach(right)
+    return one[0] <= other[1] and other[0] <= one[1]
 
 
-def _first(tensor: torch.Tensor) -> int:
-    return int(tensor.storage_offset())
-
-
-def _last(tensor: torch.Tensor) -> int:
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset()) + reach
+def reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """The places of a tensor's first and last element in its storage."""
+    first = int(tensor.storage_offset())
+    return first, first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def write_problems(arguments: Mapping[str, Any], written: tuple[str, ...], read: tuple[str, ...]) -> list[str]:

@@ -17,7 +17,7 @@ from layerzero.core.arguments import told
 from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.handle import FOREIGN
-from layerzero.ops.declaration import number_problems, overlaps
+from layerzero.ops.declaration import number_problems, overlaps, reach
 from layerzero.ops.ragged.starts import lengths_of, shape_problems, value_problems
 
 _FUNCTION = "StepMetadata.of_ragged_tables"
@@ -165,7 +165,7 @@ class CacheList(Bundle):
         layout: ``NHD`` or ``HND``.
     Attributes:
         rows: keys and values of each request in NHD, views.
-        kind: ``apart``, or ``shared`` where two of the caches may touch the same memory: these are read alone.
+        kind: ``apart``, or ``shared`` where caches of two requests may touch the same memory: these are read alone.
     Raises: InvalidCallError for what are no such caches.
     """
 
@@ -181,7 +181,7 @@ class CacheList(Bundle):
         refuse("CacheList", _list_problems(keys, values, layout))
         pairs = zip(keys, values, strict=True)
         self.rows = tuple(pairs if layout == "NHD" else ((k.transpose(0, 1), v.transpose(0, 1)) for k, v in pairs))
-        self.layout, self.kind = layout, "shared" if _touch(keys) or _touch(values) else "apart"
+        self.layout, self.kind = layout, "shared" if _touch(keys, values) else "apart"
 
     @classmethod
     def of_rows(cls, key_cache: Tensor, value_cache: Tensor, layout: str = "NHD") -> CacheList:
@@ -250,10 +250,20 @@ def _list_problems(keys: Sequence[Tensor], values: Sequence[Tensor], layout: obj
     return []
 
 
-def _touch(caches: Sequence[Tensor]) -> bool:
-    """Whether two of them may lie in the same memory."""
-    ordered = sorted((each for each in caches if each.numel() and not each.is_meta), key=Tensor.data_ptr)
-    return any(overlaps(left, right) for left, right in pairwise(ordered))
+def _touch(keys: Sequence[Tensor], values: Sequence[Tensor]) -> bool:
+    """Whether caches of two requests may lie in the same memory; those of one are looked at when they are written."""
+    spans = sorted(each for pair in zip(keys, values, strict=True) for each in _spans(*pair))
+    return any(one[0] == other[0] and other[1] <= one[2] for one, other in pairwise(spans))
+
+
+def _spans(keys: Tensor, values: Tensor) -> list[tuple[int, int, int]]:
+    """The storages of a request's caches, and their first and last places there; one where both meet."""
+    together = overlaps(keys, values)
+    try:
+        found = [(each.untyped_storage()._cdata, *reach(each)) for each in (keys, values) if each.numel()]
+    except NotImplementedError:  # of a transform, as in ``overlaps``
+        return []
+    return [(found[0][0], min(each[1] for each in found), max(each[2] for each in found))] if together else found
 
 
 def converted_dtype(query: Tensor, cache: Tensor) -> torch.dtype:
