@@ -102,6 +102,7 @@ def test_a_list_of_another_dtype_is_converted_by_a_kernel_that_says_so(dtype, he
     torch.testing.assert_close(got.double(), one_by_one(query, caches, lens)[0], rtol=rounding, atol=rounding)
     report = lz.explain(lz.batched_attention, query, caches, kv_lens=lens)
     assert report.chosen.kernel.id == "torch.batched_converted"
+    assert report.facts["kv_cache_dtype"] == str(held).removeprefix("torch.")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import Axis, Param, Role, TensorSchema
-from layerzero.core.dtypes import FLOATING, INDEX
+from layerzero.core.dtypes import FLOATING, INDEX, dtype_name, dtype_named
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Case, Operation, Part, Random, Work
 from layerzero.core.reasons import ReasonCode
@@ -302,14 +302,17 @@ def batched_attention(
 
 
 def _batched_facts(arguments: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, object]:
-    """Query heads of a kv head, and whether caches have another dtype than queries, so that they are converted."""
-    return attn.group_of(arguments, sizes) | {"converted": arguments["key_cache"].dtype is not sizes["dtype"]}
+    """Query heads of a kv head, the caches' dtype, and whether it is another than the queries': they are converted."""
+    held = arguments["key_cache"].dtype
+    told = {"cache_dtype": dtype_name(held), "converted": held is not sizes["dtype"]}
+    return attn.group_of(arguments, sizes) | told
 
 
 def _batched_work(facts: Mapping[str, Any]) -> Work:
-    """Two products over full caches."""
+    """Two products over full caches, whose bytes are of their own dtype."""
     keys = facts["batch"] * facts["length"]
-    return attn.work_of(facts, keys, facts["batch"], keys)
+    whole = attn.work_of(facts, keys, facts["batch"], keys)
+    return replace(whole, bytes=whole.bytes * dtype_named(facts["cache_dtype"]).itemsize / facts["dtype"].itemsize)
 
 
 _LISTED: dict[str, Any] = {"has_layout": True, "resident": True, "same_dtype": False}
@@ -332,7 +335,8 @@ _BATCHED = attn.operation(
         {"small": (3, 1, 48, 8, 2, 64, 64), "llama3_8b_b16": (16, 1, 2048, 32, 8, 128, 128)},
     ),
     derive=_batched_facts,
-    derived_from=attn.GROUP | {"converted": ()},
+    derived_from=attn.GROUP | {"cache_dtype": (), "converted": ()},
+    aliases={**attn.ALIASES, "kv_cache_dtype": "cache_dtype"},
     work=_batched_work,
     guard=layout_record.guard,
     scratch=lambda sizes: sizes["heads"] * sizes["length"] * max(sizes["seq_q"], sizes["head_dim"]),
