@@ -182,6 +182,7 @@ def named(database: Database, kernel: str, operation: str) -> list[Row]:
     """The rows that globs name. Raises: ValueError for a glob that names nothing, here or in a row."""
     from layerzero.engine.registry import REGISTRY
     from layerzero.engine.settings import nearest
+    from layerzero.ops.quantize.schemes import LOSSES
     from layerzero.tuning.storage import archive
     from layerzero.tuning.storage.machine_exchange import covered
 
@@ -190,6 +191,7 @@ def named(database: Database, kernel: str, operation: str) -> list[Row]:
     found = list(archive.matching(rows, kernel=kernel, operation=operation))
     kernels = {each.kernel for each in rows}.union(each.id for each in REGISTRY.kernels())
     operations = {each.facts.get("operation", "") for each in rows}.union(REGISTRY.operations())
+    operations |= {f"optimize.weights.{each}" for each in LOSSES}  # what lz.optimize found that a weight loses
     of_kernels = "--kernel", kernel, kernels, fnmatch.filter(kernels, kernel)
     of_operations = "--operation", operation, operations, [*filter(covered(operation), operations)]
     for option, glob, known, meant in (of_kernels, of_operations):
