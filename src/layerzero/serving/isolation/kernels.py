@@ -43,7 +43,6 @@ SAMPLES = 31
 """Calls of each size by which the cost of a call is measured: 60 ms together."""
 
 _FEW, _MANY = 1 << 12, 1 << 20  # bytes of those calls
-_LINE = 64  # of an address: tensors keep it, so that a vector load finds them as aligned as they were
 
 
 _UNKNOWN = Known()

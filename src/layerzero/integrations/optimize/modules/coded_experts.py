@@ -163,7 +163,7 @@ def _made(plain: Candidate, of: str, activations: str | None) -> Candidate | str
     sizes = [each.shape[1 if plain.swap.state.form.transposed else 2] for each in plain.swap.state.own(module)]
     fitting = for_columns(of, math.gcd(*sizes))
     if fitting is None:
-        return f"no group of {LEAST_GROUP} divides their {sizes[0]} and {sizes[1]} columns"
+        return f"no group of {LEAST_GROUP[of.partition(':')[0]]} divides their {sizes[0]} and {sizes[1]} columns"
     state = CodedExperts(module, plain.swap.state, fitting, activations)
     rows, (ids, shares) = plain.example, plain.others
     given, named = call_of(rows, state.weights(module), ids, shares, state.packed)

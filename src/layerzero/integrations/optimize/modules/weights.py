@@ -182,8 +182,9 @@ class Request:
         step = f"quantising {type(module).__name__}"
         columns = weight.shape[0 if turned else 1]
         for _ in order[:] if self.weights == AUTO else order[:1]:  # those behind it are for where no kernel takes it
-            if (of := for_columns(order.pop(0), columns)) is None:
-                why = f"no group of {LEAST_GROUP} divides its {columns} columns"
+            wanted = order.pop(0)
+            if (of := for_columns(wanted, columns)) is None:
+                why = f"no group of {LEAST_GROUP[wanted.partition(':')[0]]} divides its {columns} columns"
                 continue
             rows = None if of in ROWS_STAY else self.activations
             work = coded_experts.work_of(weight, of, rows, on_inputs=search.workload is not None)

@@ -255,16 +255,17 @@ class Converted(Held, Requested):
         return super().bytes + self.code_bytes
 
 
-LEAST_GROUP = 32
-"""Columns that share a scale, where no more divide a row."""
+LEAST_GROUP = {"int4": 32, "nvfp4": 16, "mxfp4": 32}
+"""By format, columns that share a scale, where no more divide a row; of others a row has one."""
 
 
 def for_columns(of: str, columns: int) -> str | None:
     """A format, of int4 with a group that divides the columns; None where no group or block does."""
-    if of.startswith("int4"):
-        group = math.gcd(columns, int(of.partition(":")[2] or 128))
-        return None if group < LEAST_GROUP else f"int4:{group}"
-    return None if columns % {"nvfp4": 16, "mxfp4": 32}.get(of, 1) else of
+    name, _, most = of.partition(":")
+    if name != "int4":
+        return None if columns % LEAST_GROUP.get(name, 1) else of
+    group = math.gcd(columns, int(most or 128))
+    return None if group < LEAST_GROUP[name] else f"int4:{group}"
 
 
 def format_of(of: str) -> lz.WeightFormat:
