@@ -311,6 +311,10 @@ def test_kernels_that_convert_a_cache_say_so_and_others_are_no_candidates(severa
     assert report.chosen.kernel.id == f"torch.converted_{'sdpa' if several else 'gather'}"
     assert report.facts["kv_cache_dtype"] == "float16"
     assert all(each.kernel.id.startswith(("torch.converted_", "reference.")) for each in report.candidates)
+    for dtype, held, wide in ((torch.float16, torch.float64, 8), (torch.bfloat16, torch.float16, 4)):
+        report = lz.explain("paged_attention", query.to(dtype), keys.to(held), values.to(held), table, lens, **named)
+        numbers = table.numel() * (keys[0].numel() + values[0].numel())
+        assert report.chosen.kernel.workspace_bytes(report.facts) >= numbers * (held.itemsize + wide)  # both at once
 
 
 def test_a_cache_that_was_made_in_16_bits_takes_tokens_and_queries_of_float32():

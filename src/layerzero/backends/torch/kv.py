@@ -137,11 +137,21 @@ def _converting(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) -> Ca
     return run
 
 
+def _gathered_numbers(facts: Facts) -> int:
+    """Those in the pages of every sequence."""
+    tokens = facts.size("batch") * facts.size("max_blocks") * facts.size("page_size")
+    return tokens * facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
+
+
 def _gathered_bytes(facts: Facts) -> int:
     """Pages of every sequence as they are, in float32, and in the queries' dtype."""
-    tokens = facts.size("batch") * facts.size("max_blocks") * facts.size("page_size")
-    width = facts.size("kv_heads") * (facts.size("head_dim") + facts.size("value_dim"))
-    return tokens * width * (5 + 3 * facts.tensors["query"].dtype.itemsize)
+    return _gathered_numbers(facts) * (5 + 3 * facts.tensors["query"].dtype.itemsize)
+
+
+def _converted_bytes(facts: Facts) -> int:
+    """Pages of every sequence as they are, and in the dtype that is computed in."""
+    query, held = facts.tensors["query"], facts.tensors["key_cache"]
+    return _gathered_numbers(facts) * (held.dtype.itemsize + 3 * converted_dtype(query, held).itemsize)
 
 
 _ACCEPTS = ("causal", "scale", "window", "return_lse", "narrow_query")
@@ -218,7 +228,7 @@ KERNELS = (
         limits=(FLOATS, limit.positive("scale"), SdpaEnabled("math")),
         layout="NHD",
         accepts=("scale", "window"),
-        workspace_bytes=_gathered_bytes,
+        workspace_bytes=_converted_bytes,
         deterministic=no_atomics,
         priority=20,
     ),
@@ -229,7 +239,7 @@ KERNELS = (
         limits=(*CPU_FLASH, limit.last_stride_one("query")),
         layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),
-        workspace_bytes=_gathered_bytes,
+        workspace_bytes=_converted_bytes,
         graph_safe=False,
         priority=20,
     ),
@@ -240,7 +250,7 @@ KERNELS = (
         limits=EACH,
         layout="NHD",
         accepts=("causal", "scale", "window", "tree_mask"),
-        workspace_bytes=_gathered_bytes,
+        workspace_bytes=_converted_bytes,
         deterministic=False,
         graph_safe=False,
         priority=15,

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from layerzero.core.arguments import told
 from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.errors import InvalidCallError, refuse
+from layerzero.core.facts import TensorFacts
 from layerzero.core.handle import FOREIGN
 from layerzero.ops.declaration import number_problems, overlaps, reach
 from layerzero.ops.ragged.starts import lengths_of, shape_problems, value_problems
@@ -266,7 +267,7 @@ def _spans(keys: Tensor, values: Tensor) -> list[tuple[int, int, int]]:
     return [(found[0][0], min(each[1] for each in found), max(each[2] for each in found))] if together else found
 
 
-def converted_dtype(query: Tensor, cache: Tensor) -> torch.dtype:
+def converted_dtype(query: Tensor | TensorFacts, cache: Tensor | TensorFacts) -> torch.dtype:
     """The dtype in which queries attend over a cache: their own, or one of at least 32 bits that holds both."""
     if query.dtype is cache.dtype:
         return query.dtype
