@@ -200,7 +200,7 @@ def test_parts_of_unlike_sequences_agree_with_the_whole(function, monkeypatch):
     monkeypatch.setattr(child, "MAX_ELEMENTS", {"cpu": -1})
     monkeypatch.setattr(ragged, "MOST_SCORES", 64)
     pieces, sums = 0, 0
-    for number in range(120):
+    for number in range(150):
         call = random_call(0, number, function=function, dtype=torch.float64)
         facts = lz.facts(function, **call.arguments)
         if facts.operation.parts not in (ragged.parts_of_keys, ragged.parts_of_pages):

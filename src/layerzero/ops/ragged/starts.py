@@ -75,7 +75,7 @@ def checks(name: str, starts: Tensor, tokens: int, longest: int | None = None, *
     ]
     if longest is not None and last:
         most = (right - left).amax(0, keepdim=True)
-        found.append(Check(most[0] > longest, most, is_long))
+        found.append(Check(most[0] > min(max(longest, -1), 2**63 - 1), most, is_long))  # an int64 is compared with it
     return found
 
 
