@@ -325,7 +325,10 @@ def test_a_container_gets_open_files_and_nothing_else(foreign, tmp_path, monkeyp
         ({"backend_containers": {"a": {"image": "b:1", "memory": "lots"}}}, "a: memory: wanted a number with k, m"),
         ({"backend_containers": {"a": {"image": "b:1", "network": "host"}}}, "a: wanted .* unknown field `network`"),
         ({"backend_containers": {"a": "b:1"}}, "a: wanted {image: name:tag, memory: 8g}, got 'b:1'"),
-        ({"isolation.pythons": {"a": "/no/such/python"}}, "a: wanted the path of an interpreter"),
+        (
+            {"isolation.pythons": {"a": "/no/such/python"}},
+            "a: wanted the path of an interpreter that is there, got '/no",
+        ),
     ],
 )
 def test_environments_are_validated(settings, words):

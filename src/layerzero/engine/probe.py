@@ -299,7 +299,7 @@ def containers(given: Mapping[str, Any]) -> dict[str, Container]:
 def pythons(given: Mapping[str, Any]) -> dict[str, str]:
     """The interpreters of a setting, by library. Raises: PolicyError for what is no path of a file."""
     problems = [
-        f"{name}: wanted the path of an interpreter, got {path!r}"
+        f"{name}: wanted the path of an interpreter that is there, got {path!r}; make its environment first"
         for name, path in given.items()
         if not isinstance(path, str) or not os.access(path, os.X_OK) or not os.path.isfile(path)  # noqa: PTH113
     ]
