@@ -115,7 +115,7 @@ class Bench:
         token = self.ids(batch, 1)
 
         def run() -> float:
-            self.model(token, past_key_values=cache, use_cache=True)  # what was put on anew is looked at, and captured
+            self.model(token, past_key_values=cache, use_cache=True)  # what was put on anew is compared by value once
             self.wait()
             started = time.perf_counter()
             for _ in range(STEPS):
