@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 
 import pytest
 import torch
@@ -229,4 +230,11 @@ def test_the_background_vets_once_what_a_miss_would_have_chosen(plugin, monkeypa
     assert lz.which("rms_norm", *CALL)["kernel_id"] == "plug.rms"
 
 
-# versions
+def test_where_no_thread_can_be_started_calls_run_and_a_line_says_what_is_left_out(monkeypatch, caplog):
+    def none_left(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    caplog.set_level("DEBUG", "layerzero")
+    Background().add(REGISTRY.kernel("torch.rms_norm"), lz.explain("rms_norm", *CALL).facts)
+    assert "nothing is vetted in the background: no thread could be started" in caplog.text

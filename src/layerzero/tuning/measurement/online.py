@@ -150,6 +150,8 @@ class Sampler:
             with self._lock:
                 if self._thread is None:
                     self._thread = started("layerzero-sampling", self._work)
+                    if self._thread is None:
+                        log.debug("no sample is read: no thread could be started")
         self._wake.set()
 
     def _work(self) -> None:

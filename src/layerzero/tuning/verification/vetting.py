@@ -372,6 +372,9 @@ class Background:
             self._queue.put((kernel, facts))
             if self._thread is None:
                 self._thread = started("layerzero-vetting", self._work)
+                if self._thread is None:
+                    log.debug("nothing is vetted in the background: no thread could be started")
+                    return
                 atexit.register(self._ending.set)
 
     def _work(self) -> None:
