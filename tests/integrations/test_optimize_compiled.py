@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Sequence
@@ -91,6 +92,24 @@ def test_shapes_of_one_run_are_decided_each_by_itself(monkeypatch: pytest.Monkey
     assert len(state.engines) == 1
     assert "of the time on this call's shapes" in told(report)
     assert "times as fast" in str(report)
+
+
+def test_a_shape_that_no_library_takes_stays_and_the_others_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(0.1)
+    torch.manual_seed(0)
+    model = Model().eval()
+
+    def small(module: nn.Module, example: Sequence[Tensor]) -> Any:
+        return library(module, example) if example[0].shape[0] == 1 else "too many rows"
+
+    monkeypatch.setattr(compiled_calls, "COMPILERS", (dataclasses.replace(library.compiler, compile=small),))
+    few, many = torch.randn(1, 8), torch.randn(64, 8)
+    with torch.no_grad():
+        wanted = model(x=many)
+        report = lz.optimize(model, lambda: [model(x=few), model(x=few), model(x=many)], isolate=False, budget_s=1e4)
+        assert len(vars(model)["_layerzero"].engines) == 1
+        assert "too many rows" in told(report)
+        assert torch.equal(model(x=many)["rows"], wanted["rows"])
 
 
 class Block(nn.Module):

@@ -136,6 +136,16 @@ def test_gradient_checkpointing_and_dropout_have_the_same_step():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+def test_reentrant_checkpoints_are_left_as_they_are():
+    model = made().train()
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": True})
+    report = lz.optimize(model, training=True)
+    assert not report.replaced
+    assert "use_reentrant=False" in report.left[0].why
+    assert model(**batch()).logits is not None
+
+
 def test_a_norm_within_a_checkpoint_is_computed_twice():
     model = made().train()
     lz.optimize(model, training=True)

@@ -288,10 +288,12 @@ def keep_faster(targets: Sequence[Target], report: Optimized, workload: Workload
         state, cls = target.state, type(target.module).__name__
         swap = compiled.Over(target.module, compiled.forward, state)
         for key, call in target.calls.items():
+            if not call.engines:  # no library took this shape; why is in the report
+                continue
             best = _best(call, target.module, report, rounds)
             if isinstance(best, compiled.Engine):
                 state.engines[key] = best
-            elif call.engines:
+            else:
                 names = " and ".join(each.name for each in call.engines)
                 report.left.append(Left(target.path, cls, f"compiled by {names}: {best}"))
         if state.engines:

@@ -236,6 +236,12 @@ def optimize_training(root: Module, report: Optimized, inputs: Any, rounds: int)
                 if inputs is not None:
                     raise
                 fits = False
+            except RuntimeError as error:
+                if ".grad() or" not in str(error):  # torch has no class for it
+                    raise
+                why = "reentrant checkpoints give no gradients that prove a step; pass use_reentrant=False to them"
+                report.left.append(Left("", name, why))
+                return
             if not fits:  # behind the handler, in which the error keeps the first step's tensors
                 given = _example(root, "cpu") or given  # fewer tokens
                 wanted = _step(root, given)
