@@ -16,6 +16,7 @@ from layerzero.inspection import agreement
 from layerzero.inspection.arrivals import Arrival, arrived
 from layerzero.inspection.board import Board
 from layerzero.integrations.optimize import entrance
+from ranks_of_gloo import two_ranks
 
 
 class Norm(torch.nn.Module):
@@ -151,3 +152,44 @@ def test_ranks_of_a_sharded_model_agree_by_an_environment_variable_alone(tmp_pat
     one, two = (tmp_path.joinpath(f"rank{rank}").read_text() for rank in (0, 1))  # what both print runs together
     assert one == two
     assert "model.norm" in one
+
+
+EXCHANGES = """
+import datetime, sys, torch, torch.distributed as dist, layerzero as lz
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+rank, store, case = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group(
+    "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+)
+runs = []
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.last = torch.nn.RMSNorm(64), torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        runs.append(rank)
+        out = self.last(self.norm(x))
+        if case == "own":
+            dist.all_reduce(out)
+        return out
+
+model = Model().eval()
+if case == "sharded":
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+if case == "wrapped":
+    model.register_buffer("sent", torch.ones(3))
+    model = torch.nn.parallel.DistributedDataParallel(model).eval()
+report = lz.optimize(model, torch.ones(4, 64), rounds=1 + 4 * rank, isolate=False)
+print(len(runs), any("exchange tensors with other ranks" in each.why for each in report.left), sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "exchanges"), [("own", True), ("sharded", True), ("wrapped", True), ("alone", False)]
+)
+def test_inputs_whose_calls_exchange_tensors_run_once_on_each_rank(tmp_path, case, exchanges):
+    for runs, left in two_ranks(tmp_path, EXCHANGES, case):
+        assert (runs == "1", left) == (exchanges, str(exchanges))

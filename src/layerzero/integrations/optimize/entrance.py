@@ -38,7 +38,15 @@ from layerzero.integrations.optimize.swaps.codes import fell_back
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced, switch_all
-from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, Workload, is_function, stock_of, workload_of
+from layerzero.integrations.optimize.times.workload import (
+    RUN,
+    TimeLeft,
+    Workload,
+    collectives,
+    is_function,
+    stock_of,
+    workload_of,
+)
 from layerzero.integrations.tokenizers import is_tokenizer, optimize_tokenizer
 from layerzero.serving.warmup import Progress, bar_or
 
@@ -281,8 +289,13 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
         report.left.append(Left("", type(root).__name__, NO_TIME))
         return
     watched = compiled_calls.CallsOfInputs(root)
-    with watching([each for _, each in watched.models], watched.keep):
+    with watching([each for _, each in watched.models], watched.keep), collectives() as exchanged:
         before = [] if workload is None else workload.run()
+    shared = exchanged is not None and exchanged.seen
+    if shared:
+        why = "inputs: their calls exchange tensors with other ranks, which time by themselves; done as without inputs"
+        report.left.append(Left("", type(root).__name__, why))
+        search.workload = workload = None
     till_s = time.deadline.spent_s + time.deadline.left_s / 10
     report.large_pages = memory.take((*root.parameters(), *root.buffers()), lambda: time.deadline.spent_s > till_s)
     dtypes = dict.fromkeys(each.dtype for each in root.parameters() if each.device.type == "cpu")
@@ -325,7 +338,7 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
             time_inputs(search, report, before)
         requested.keep_sizes(search, report)
         compiled_calls.keep_faster(targets, report, workload, search.rounds)
-    elif report.replaced and not invariant:
+    elif report.replaced and not invariant and not shared:
         report.tune.append("pass inputs= so that the calls which they make are measured and the gain is shown")
     if asked is not None and not report.made:
         report.tune += requested.hints(asked)

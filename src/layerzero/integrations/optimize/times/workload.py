@@ -6,14 +6,16 @@ import math
 import sys
 import time as _time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn import Module
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerzero.core.arguments import signature_of
 from layerzero.core.device import Device
@@ -119,6 +121,29 @@ class TimeLeft:
             return []
         over = f"left out for want of time, of which budget_s gave {self.budget_s:g} s:"
         return [over, *(f"  {each}" for each in self.left_out)]
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether code exchanges tensors with other ranks meanwhile, as FSDP, DDP and tensor parallel models do.
+
+    Ranks time by themselves, and not equally often: a collective of one would meet another one of the next.
+    """
+
+    seen = False
+    supports_higher_order_operators = True
+    ignore_compile_internals = staticmethod(lambda: True)  # code that is compiled stays so
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(each.__module__.startswith("torch.distributed") for each in types):
+            return NotImplemented  # a DTensor's own code runs collectives, which are to be seen, too
+        self.seen |= "c10d" in getattr(func, "namespace", "")
+        return func(*args, **(kwargs or {}))
+
+
+def collectives() -> AbstractContextManager[Collectives | None]:
+    """What notes them; nothing where this process is the only rank."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return Collectives() if several else nullcontext()  # type: ignore[no-untyped-call]
 
 
 SHORTEST_S = 0.05
