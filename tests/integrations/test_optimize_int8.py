@@ -60,6 +60,16 @@ def test_weights_are_quantised_when_asked_for(activations: str | None, dtype: to
     assert "up: 1 lose" in text
 
 
+def test_compiled_code_runs_the_models_own_in_one_graph() -> None:
+    model, rows = Blocks().eval(), torch.randn(5, 64)
+    with torch.no_grad():
+        own = model(rows)
+        lz.optimize(model, weights="int8")
+        assert off(model(rows), own) > 0.001
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(rows), own)
+
+
 def test_nothing_is_quantised_unasked() -> None:
     model = Blocks().eval()
     assert not taken(lz.optimize(model))

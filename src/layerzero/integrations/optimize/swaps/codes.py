@@ -291,7 +291,7 @@ def fell_back(made: Iterable[Requested]) -> list[str]:
 def served(module: Module, input: Tensor) -> CodedProduct | None:
     """The state whose codes compute a module's product with these rows; None where its own code does."""
     state = module.__dict__.get(MARK)
-    if not isinstance(state, CodedProduct) or state.leaves(input):
+    if torch.compiler.is_compiling() or not isinstance(state, CodedProduct) or state.leaves(input):
         return None
     read = state.read(module)
     if read is None or not serves(state, input, *read, bias_of(module)) or not state.follow(read):
