@@ -187,9 +187,7 @@ print(len(runs), any("exchange tensors with other ranks" in each.why for each in
 """
 
 
-@pytest.mark.parametrize(
-    ("case", "exchanges"), [("own", True), ("sharded", True), ("wrapped", True), ("alone", False)]
-)
+@pytest.mark.parametrize(("case", "exchanges"), [("own", True), ("sharded", True), ("wrapped", True), ("alone", False)])
 def test_inputs_whose_calls_exchange_tensors_run_once_on_each_rank(tmp_path, case, exchanges):
     for runs, left in two_ranks(tmp_path, EXCHANGES, case):
         assert (runs == "1", left) == (exchanges, str(exchanges))
