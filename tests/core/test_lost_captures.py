@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from layerzero.core import graph_capture as module
 from layerzero.core.errors import LayerZeroWarning
@@ -123,6 +124,7 @@ def lose(cuda: Cuda, **options: Any) -> Graph:
     return graph
 
 
+@pytest.mark.skipif(Version(torch.__version__) >= Version("2.15.0.dev0"), reason="torch 2.15 mended it")
 def test_torch_alone_leaves_its_stream_and_pool_behind(cuda: Cuda) -> None:
     """Once it does not, the mending may go."""
     graph = Graph(cuda)

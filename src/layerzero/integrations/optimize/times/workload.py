@@ -329,7 +329,7 @@ def _settings_of(root: Module) -> Iterator[str]:
 def _overrides_of(kind: str) -> Iterator[str]:
     """Operators that torch sends to kernels in a language of its own on such a device; its registry is private."""
     registry = sys.modules.get("torch._native.registry")
-    for (operator, key), nodes in getattr(registry, "_graphs", {}).items():
+    for (*_, operator, key), nodes in getattr(registry, "_graphs", {}).items():  # from torch 2.15 on a library first
         if str(key).lower() == kind:
             for language in sorted({str(getattr(each, "dsl_name", "kernel")) for each in nodes}):
                 yield f"{language} kernel for {operator}"
