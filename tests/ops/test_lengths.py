@@ -189,6 +189,13 @@ def test_a_list_passes_modes_transforms_and_subclasses():
         assert lz.batched_attention(query, caches, kv_lens=lens + 1).shape == query.shape
 
 
+def with_leaf(caches, row):
+    """The same list, of which the values of one request ask for gradients."""
+    keys, values = (list(each) for each in zip(*caches.rows, strict=True))
+    values[row] = values[row].clone().requires_grad_()
+    return lz.CacheList(keys, values)
+
+
 REFUSED = [
     (
         lambda q, c, n: lz.batched_attention(q, c, kv_lens=n.fill_(10)),
@@ -208,6 +215,10 @@ REFUSED = [
     (
         lambda q, c, n: lz.append_kv_(*[q[:, :, :2]] * 2, c, positions=n.fill_(8)[:, None]),
         "at most 8 tokens in cache 0",
+    ),
+    (
+        lambda q, c, n: lz.append_kv_(*[q[:, :, :2]] * 2, with_leaf(c, 2), positions=n[:, None]),
+        "cache 2: value_cache: wanted a tensor that may be updated in place, got a leaf",
     ),
     (lambda q, c, n: lz.CacheList([], []), "keys: wanted at least one cache, got none"),
     (lambda q, c, n: lz.CacheList([q[0]], []), "values: wanted 1 as many as keys, got 0"),

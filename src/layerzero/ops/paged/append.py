@@ -238,8 +238,9 @@ def check_moved(
     problems = operation.schema.validate(layout=layout, **canonical)
     if not problems and operation.schema.mutated:
         read = tuple(each for each in canonical if each not in CACHES)
-        for written in _written(arguments):
-            problems += memory_problems({**arguments, **written}, read)
+        for row, written in enumerate(_written(arguments)):
+            found = memory_problems({**arguments, **written}, read)
+            problems += [f"cache {row}: {each}" for each in found] if written else found
     refuse(name, problems)
     return Routed(operation, canonical, layout, varies=varies, casts=casts)
 

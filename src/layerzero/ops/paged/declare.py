@@ -283,7 +283,7 @@ def batched_attention(
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing; on a CPU and in debug mode
         for lengths beyond a cache, too.
-    Source: batched decodes of ferrum; arXiv:1706.03762.
+    Source: batched decodes of the Rust crate ferrum-kernels; arXiv:1706.03762.
     """
     if layout != CACHE_LAYOUTS[0]:
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
