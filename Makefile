@@ -39,11 +39,13 @@ test-portable: $(VENV)/.dev ## kernels, integrations and operations on poorer CP
 	@echo "[3/3] with torch alone"
 	PYTHONPATH=$(CURDIR)/tests/torch_alone $(PORTABLE)
 
-test-newest: ## the tests of make test with the newest versions that pyproject.toml allows; installs all anew
+NEWEST_TORCH ?= torch
+test-newest: ## the tests of make test with the newest versions that pyproject.toml allows, of torch, too; installs gigabytes anew
 	rm -rf .venv-newest
-	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS= TORCH=$(NEWEST_TORCH)
 
-constraints: test-newest ## write the newest versions into constraints.txt, once the tests passed with them
+constraints: ## write the newest versions beside TORCH into constraints.txt, once the tests passed with them
+	$(MAKE) test-newest NEWEST_TORCH=$(TORCH)
 	$(MAKE) site VENV=.venv-newest CONSTRAINTS=
 	.venv-newest/bin/python -m pip freeze --exclude-editable --exclude torch > constraints.txt
 
