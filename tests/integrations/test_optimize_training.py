@@ -241,6 +241,7 @@ def test_a_model_without_weights_is_left_as_it_is():
 REFUSED = [
     (lambda: nn.DataParallel(made()), "it wraps a model; optimize that before it is wrapped"),
     (lambda: nn.Linear(4, 4), "wanted inputs= as a dict with labels"),
+    (lambda: made().requires_grad_(False), "none of its weights wants a gradient"),
 ]
 
 

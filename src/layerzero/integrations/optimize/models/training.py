@@ -224,6 +224,9 @@ def optimize_training(root: Module, report: Optimized, inputs: Any, rounds: int)
         why = "wanted inputs= as a dict with labels, for a step forward and back proves what is put on"
         report.left.append(Left("", name, why))
         return
+    if not any(each.requires_grad for each in root.parameters()):
+        report.left.append(Left("", name, "none of its weights wants a gradient, which would prove a step"))
+        return
     if not report.time.allows("everything", STEP):
         report.left.append(Left("", name, NO_TIME))
         return
