@@ -121,7 +121,8 @@ def resized(call, pick, dense):
     axes = {name: sized.axes(name) for name in report.facts.tensors}
     there = {axis for each in axes.values() for axis in each} & set(report.varies)
     written = call.function in ("append_paged_kv_", "copy_kv_blocks_")  # where a page that is named twice is an error
-    there = sorted(there - ({"pages"} if written else set()))
+    tables = call.arguments.get("positions") is None  # which have a row for each token then
+    there = sorted(there - ({"pages"} if written else set()) - ({"table"} if tables else set()))
     if not there:
         return call
     axis = there[pick % len(there)]
