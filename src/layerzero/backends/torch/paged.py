@@ -310,25 +310,18 @@ KERNELS = (
         graph_safe=False,
         priority=50,
     ),
-    kernel(
-        "torch.batched_sdpa",
-        paged.GQA_DECODE_BATCHED.name,
-        load_listed,
-        limits=(*CPU_FLASH, limit.last_stride_one("query"), limit.one_of("converted", False)),
-        layout="NHD",
-        accepts=("scale", "window", "return_lse", "cache_list"),
-        graph_safe=False,
-        priority=50,
-    ),
-    kernel(
-        "torch.batched_converted",
-        paged.GQA_DECODE_BATCHED.name,
-        load_listed,
-        limits=(*CPU_FLASH, limit.last_stride_one("query"), limit.one_of("converted", True)),
-        layout="NHD",
-        accepts=("scale", "window", "return_lse", "cache_list"),
-        graph_safe=False,
-        priority=20,
+    *(
+        kernel(
+            name,
+            paged.GQA_DECODE_BATCHED.name,
+            load_listed,
+            limits=(*CPU_FLASH, limit.last_stride_one("query"), limit.one_of("converted", converted)),
+            layout="NHD",
+            accepts=("scale", "window", "return_lse", "cache_list"),
+            graph_safe=False,
+            priority=priority,
+        )
+        for name, converted, priority in (("torch.batched_sdpa", False, 50), ("torch.batched_converted", True, 20))
     ),
     kernel(
         "torch.batched_each",
