@@ -115,8 +115,8 @@ SETTINGS: dict[str, Setting] = {
     "telemetry_sampling_rate": Setting(
         float,
         1.0,
-        "share of choices that listeners (`lz.on_event`, OpenTelemetry, JSON lines) get; failures, fallbacks and "
-        "builds they get all, and counters count all",
+        "share of choices that listeners (`lz.on_event`, OpenTelemetry, JSON lines) get; failures, fallbacks, "
+        "departures and builds they get all, and counters count all",
         most=1.0,
         scoped=False,
     ),
