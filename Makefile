@@ -12,7 +12,9 @@ PIP = $(BIN)/python -m pip install $(PIP_FLAGS) $(addprefix -c ,$(CONSTRAINTS))
 # Processes that run tests at once; each counts on one core.
 WORKERS ?= 2
 # Workers keep what they compiled, whatever the shell says: each makes the assertions of 175 files anew otherwise.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+# A test that hangs ends its worker after 900 s, with its name and the stacks of all threads: CI would end without either.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal \
+	-o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 
 .PHONY: site demo test test-all test-portable test-newest test-least test-engines test-gguf constraints stress torture check fuzz \
 	conformance against-release nightly bench docs wheels install clean

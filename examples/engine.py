@@ -4,7 +4,7 @@
     python examples/engine.py --sampled 8 --draft 3      half of them draw, penalise and obey a mask; the others draft
     python examples/engine.py --shape 8b --requests 64 --prompt 1024 --tokens 128      Llama-3-8B's sizes, on a GPU
 
-A step takes one token of each request that writes, with its draft, and fills up with chunks of prompts; where all write
+A step takes one token of each request that writes, with its draft, and fills up with chunks of prompts. Where all write
 one, it is a CUDA graph. A draw has a seed of its request and place, so that it is the same alone. Weights are random.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from llama import LLAMA_8B, Llama, Shape, one_by_one, requests_of, told_roof  # beside this file
+from llama import LLAMA_8B, Llama, Shape, one_by_one, requests_of, told_roof  # in this folder
 from torch import Tensor
 
 import layerzero as lz
@@ -49,7 +49,7 @@ def captured(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     with torch.cuda.stream(stream):
         run(), run()  # what is chosen, built, planned and allocated on the way is there before the capture
     torch.cuda.current_stream().wait_stream(stream)
-    with lz.capturing(graph, stream=stream):  # nothing is collected meanwhile; kernels may build beside it
+    with lz.capturing(graph, stream=stream):  # nothing is collected meanwhile; kernels may be built
         result = run()
     return lambda: (graph.replay(), result)[1]
 
@@ -76,7 +76,7 @@ class Engine:
         self.cache.writing(self.padding).commit()
         self.drafts = lz.NGramConfig(num_speculative_tokens=max(draft, 1), enabled=draft > 0 and not capture)
         self.pairs = lz.speculative_pair(None, self.cache, heads=shape.heads, config=self.drafts)
-        self.accepted, self.salt = 0, ""  # tokens of drafts that stood, and what known prefixes depend on beside tokens
+        self.accepted, self.salt = 0, ""  # accepted tokens of drafts; what known prefixes depend on besides tokens
         self.counts, self.room = lz.TokenCounts(shape.vocabulary, device=self.device, rows=1), pages
         self.waiting, self.running, self.graphs, self.spent = deque(), [], {}, Counter()
 

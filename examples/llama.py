@@ -71,7 +71,7 @@ class Llama:
 
 @torch.inference_mode()
 def one_by_one(model: Llama, prompts: list[list[int]], count: int, draw: Any = None) -> list[list[int]]:
-    """What somebody without an engine does in plain torch: one request after the other, each to its end."""
+    """Write requests in plain torch without an engine: one after the other, each to its end."""
 
     def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = past[number]
@@ -96,7 +96,7 @@ def one_by_one(model: Llama, prompts: list[list[int]], count: int, draw: Any = N
 
 
 def requests_of(count: int, vocabulary: int, length: int = 0, seed: int = 0) -> list[list[int]]:
-    """Prompts of 20 to 120 tokens, or of ``length``; half of them begin with the same 40."""
+    """Prompts of 20 to 119 tokens, or of ``length``; half of them begin with the same 40."""
     draw = random.Random(seed)  # noqa: S311  # reproducible, not secret
     lengths = [length] * count if length else draw.choices(range(20, 80), k=count)
     system, *own = [draw.choices(range(vocabulary), k=each) for each in (40, *lengths)]
@@ -104,7 +104,7 @@ def requests_of(count: int, vocabulary: int, length: int = 0, seed: int = 0) -> 
 
 
 def told_roof(model: Llama, spent: Counter[str], layers: list[Any]) -> str:
-    """Tokens a second of decode steps, beside what the bandwidth of a copy would allow."""
+    """Tokens a second of decode steps, and what the bandwidth of a copy would allow."""
     copy = Timer("block.clone()", globals={"block": torch.ones(2**30, dtype=torch.uint8, device=model.head.device)})
     speed = 2**31 / copy.blocked_autorange().median / 1e9  # as many bytes are written as are read
     read = spent["steps"] * sum(each.nbytes for part in ({0: model.head}, *model.layers) for each in part.values())

@@ -22,7 +22,7 @@ model = AutoModel.from_pretrained(folder, attn_implementation="layerzero", local
 class LayerNorm(torch.nn.LayerNorm):
     """torch's LayerNorm, computed by ``lz.layer_norm``."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # torch's name
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
         """Normalise the last axes."""
         return lz.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 

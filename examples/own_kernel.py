@@ -1,4 +1,4 @@
-"""A kernel of your own: registered, put to the proof, chosen, and the reason told.
+"""A kernel of your own: register it, prove it, see it chosen, and see why.
 
 pip install -e .
 """
@@ -9,7 +9,7 @@ import layerzero as lz
 
 
 @lz.register_kernel("norm.rms", "mine.rms_norm", platform="cpu", supported_dtypes=["float32"], priority=80)
-def rms_norm(input: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:  # noqa: A002  # its name
+def rms_norm(input: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:  # its name
     """Get required tensors by position, and by name exactly those further arguments that are in the signature."""
     scale = torch.rsqrt(input.square().mean(-1, keepdim=True) + eps)
     return input * scale if weight is None else input * scale * weight

@@ -8,8 +8,8 @@ import layerzero as lz
 from layerzero.serving.background_builds import BUILDS
 
 CALL = torch.ones(4, 32), torch.ones(32)
-LIMIT_S = 120.0
-"""How long a test waits for what it expects; nothing is compared with it."""
+LIMIT_S = 600.0
+"""How long a test waits for what it expects. Builds are niced: one took over 120 s beside eight busy processes."""
 
 
 def compiling(kernel_id, load, **more):

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 
 def examples(whole: int) -> int:
-    """So many in ``make test-all``; 15 in 100 of them where slow tests are left out."""
+    """So many in ``make test-all``; 10 in 100 of them where slow tests are left out."""
     return max(1, whole * settings().max_examples // 100)
 
 

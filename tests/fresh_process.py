@@ -101,7 +101,7 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)  # 30 m
 def pytest_configure(config):
     """Laws are drawn less often where slow tests are left out; see ``drawing.examples``."""
     settings.register_profile("whole", parent=settings(), deadline=None)  # others may use the cores, too
-    settings.register_profile("quick", parent=settings.get_profile("whole"), max_examples=15)
+    settings.register_profile("quick", parent=settings.get_profile("whole"), max_examples=10)
     settings.load_profile("quick" if "not slow" in config.getoption("markexpr") else "whole")
 
 

@@ -41,11 +41,10 @@ def _asked(operation: str) -> tuple[tuple[Operation, ...], str]:
     known = REGISTRY.operations()
     names = [operation] if operation in known else REGISTRY.operations_named(operation)  # not its prefix's as well
     found = tuple(REGISTRY.operation(name) for name in names)
-    tensors = {tuple(tensor.name for tensor in each.schema.required) for each in found}
+    tensors = {(bool(each.layouts), *(tensor.name for tensor in each.schema.required)) for each in found}
     if len(tensors) > 1:
-        raise ValueError(
-            f"--operation {operation}: wanted operations that take the same tensors, got {', '.join(names)}; name one"
-        )
+        wanted = "operations of the same tensors, all or none in a layout"
+        raise ValueError(f"--operation {operation}: wanted {wanted}, got {', '.join(names)}; name one")
     function = function_of(names[0])
     whole = function is not None and {each.name for each in function.operations} == set(names)
     return found, function.name if function is not None and whole else names[0]

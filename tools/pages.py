@@ -86,8 +86,8 @@ def support() -> str:
         "Priority decides, from top to bottom, where nothing was measured. What an adaptation provides is not listed: "
         "views for layouts, copies for dense or aligned memory, repeated heads, folded masks. *Untried* kernels were "
         "written after their library's sources, where no device for them was: they are refused until `layerzero vet` "
-        "has let them prove themselves on the machine. Every limit, accepted argument and flag stands in "
-        "[kernels.md](kernels.md)."
+        "has let them prove themselves on the machine. [kernels.md](kernels.md) has every limit, accepted argument "
+        "and flag."
     )
     blocks = []
     known: list[Function | PlainFunction] = [*FUNCTIONS.values(), *PLAIN_FUNCTIONS.values()]
@@ -129,8 +129,8 @@ def operations() -> str:
         ),
     )
     intro = (
-        "Results follow the dtypes of the arguments, under autocast as without it: `lz.scaled_dot_product_attention` "
-        "alone casts as torch's function does; others want tensors of the wanted dtype.\n\n"
+        "Results follow the dtypes of the arguments, under autocast as without it. `lz.scaled_dot_product_attention` "
+        "alone casts as torch's function does. Others want tensors of the wanted dtype.\n\n"
         "`help(lz.attention)` says the arguments, shapes, dtypes and errors of a function.\n\n"
         "A function checks a call and routes it to one operation. Kernels implement operations; each operation also "
         "has a reference in plain PyTorch, which tests compare kernels with and which runs when nothing else may. Of "
@@ -213,7 +213,7 @@ def kernels() -> str:
     """docs/kernels.md."""
     intro = (
         "Each kernel as it is declared, in a page for each library. A call is offered to a kernel only if every limit "
-        "holds and every argument that differs from its neutral value is accepted; `layerzero explain` says which "
+        "holds and every argument that differs from its neutral value is accepted. `layerzero explain` says which "
         "limit refused it. Priority decides only where nothing was measured."
     )
     rows = (
@@ -340,8 +340,8 @@ def compatibility() -> str:
         "## What runs of conformance showed",
         taken,
         table(ran, matrix.cells(matrix.CHECKOUT)),
-        "## Packages that do harm beside each other",
-        table(["package", "beside", "what goes wrong"], pairs),
+        "## Packages that do harm when both are installed",
+        table(["package", "with", "what goes wrong"], pairs),
     ]
     return _page("# Compatibility", intro, *blocks)
 

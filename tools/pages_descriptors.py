@@ -21,22 +21,21 @@ INTRO = """\
 A capability descriptor says in JSON what a library's kernels can do. `layerzero kernels --descriptor --backend NAME`
 writes one from the declarations; `layerzero descriptor check FILE` lists every problem of one.
 
-**What a descriptor does not say, it does not allow.** A flag that is missing is false; a bound that is missing makes
-the descriptor invalid, and `null` says that there is none; an operation that is missing is refused; an unknown field
-or version makes the descriptor invalid."""
+**What a descriptor does not say, it does not allow.** A missing flag is false, and a missing operation is refused. A
+missing bound, an unknown field or an unknown version makes the descriptor invalid. A bound of `null` is none."""
 
 NARROW = """\
 ## Narrow a kernel without code
 
-Write the descriptor of a library, leave out the kernels that stay as they are, change a bound, and name the file in the
+Write the descriptor of a library, leave out the kernels that stay as they are, and change a bound. Name the file in the
 setting `descriptors`, in `LAYERZERO_DESCRIPTORS` (paths separated as in `PATH`), or in `lz.load_descriptor`. From the
 next call on, its kernels take what both their code and the descriptor allow. `lz.unload_descriptor` undoes the loading.
-Each descriptor is hashed (SHA-256 of its content; the order of keys does not count); loading one that changes a kernel
-drops every kept plan. `lz.explain` names the descriptor beside what it alone refuses, and `layerzero doctor` lists what
+Each descriptor has a hash: SHA-256 of its content, whatever the order of keys. Loading one that changes a kernel
+drops every kept plan. `lz.explain` names the descriptor for what it alone refuses, and `layerzero doctor` lists what
 is loaded. A file of the setting that is wrong stops every call with an error that says what is wrong, until it is
 mended.
 
-With `"mode": "replace"`, the entry's limits take the place of the kernel's limits that are data: a bound may then be
+With `"mode": "replace"`, the entry's limits take the place of the kernel's limits that are data. A bound may then be
 wider than the declared one, on the word of the descriptor's author. Limits that are code, dtypes, platforms,
 layout, operations, arguments and flags are narrowed in this mode, too; they are never extended.
 
@@ -45,7 +44,7 @@ This one lets torch's CPU kernel have heads of at most 32:"""
 BUILD = """\
 ## Build kernels from data
 
-A plugin may ship a descriptor beside its load functions:
+A plugin may ship a descriptor with its load functions:
 
 ```python
 from pathlib import Path
@@ -66,19 +65,20 @@ An argument that a `one_of` limit pins to one value, and that the kernel does no
 `code` cannot be built; such a kernel is declared in Python."""
 
 CODE_KIND = """\
-What is not in this table is code. A descriptor names it as `{"kind": "code", "text": ...}`; it stays in force whatever
-a descriptor says, and naming code that the kernel does not have is an error."""
+What is not in this table is code. A descriptor names it as `{"kind": "code", "text": ...}`. It stays in force whatever
+a descriptor says. Code that the kernel does not have is an error."""
 
 BOUNDS = """\
-The sm bounds belong to kernels that run on cuda, the head dim and sequence bounds to operations with these axes;
-elsewhere they are left out or null."""
+The sm bounds belong to kernels that run on cuda, the head dim and sequence bounds to operations with these axes.
+Elsewhere they are left out or null."""
 
 OLD = f"""\
 ## Version {VERSION_1}
 
-Read and translated: `platform` is one platform; `attention.causal` and `attention.full` are prefill with that value of
-`causal`; `supports_gqa` adds the operation with grouped heads, `supports_attn_mask` and `supports_dropout` accept those
-arguments. What it has no word for is not allowed: other value dims, a causal mask over unequal lengths, a scale.
+It is read and translated. `platform` is one platform. `attention.causal` and `attention.full` are prefill with that
+value of `causal`. `supports_gqa` adds the operation with grouped heads, `supports_attn_mask` and `supports_dropout`
+accept those arguments. It allows nothing that it has no word for: other value dims, a causal mask over unequal lengths,
+a scale.
 `backend_version` is required and means that version. `fuses_ops` and `transform_cost_hint` change nothing: a fused
 operation is an operation of its own, and costs of adaptations are not declared."""
 

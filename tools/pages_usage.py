@@ -32,9 +32,9 @@ cache:
 _ORDER = (
     "Later wins: defaults, the YAML file, the environment, `lz.configure`, `with` blocks (`lz.scope`, `lz.prefer`, "
     "`lz.avoid`, `lz.deterministic`, `lz.disabled`). `layerzero config show` prints every effective value and where it "
-    "comes from. Locks add up, and of those that cover a call the later wins, however it is spelled: `lz.lock` calls "
-    "one after the other, an inner block over an outer one. Within one file, dictionary or environment that is the "
-    "lock of fewest operations, then the last. Lists of libraries and kernels add up in `with` blocks and replace each "
+    "comes from. Locks add up. Of those that cover a call the later wins, in order of `lz.lock` calls, and an inner "
+    "block over an outer one. Within one file, dictionary or environment the lock of fewest operations wins, then the "
+    "last. Lists of libraries and kernels add up in `with` blocks and replace each "
     "other elsewhere. `layerzero config check FILE` checks a file."
 )
 _FEATURES = ", ".join(f"`{feature}`" for feature in cpu_features.FLAGS.values())
@@ -44,7 +44,7 @@ _POORER = f"""`{cpu_features.VARIABLE}` presents a poorer CPU to the process: a 
 LAYERZERO_CPU_FEATURES=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 layerzero doctor
 ```
 
-- Its value names the features to keep, with commas between them: {_FEATURES}. Each keeps what it stands on, so `avx512`
+- Its value names the features to keep, with commas between them: {_FEATURES}. Each keeps what it needs, so `avx512`
   is AVX2 and AVX-512 without instructions for bfloat16 and without AMX. `none` keeps none of them.
 - It only takes features away. A feature that the CPU lacks, or an unknown name, is refused.
 - Only the environment sets it, before the process begins, and child processes get it.
@@ -56,12 +56,12 @@ LAYERZERO_CPU_FEATURES=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 lay
   laptop's time: clock, caches and memory are the server's."""
 _ELSEWHERE = {
     "LAYERZERO_CACHE_DIR": (
-        "the folder of what is learnt about kernels on this machine; empty: nothing is kept on disk",
+        "the folder of what is learnt about kernels on this machine. Empty keeps nothing on disk",
         "`/var/cache/layerzero`",
     ),
     "LAYERZERO_CONFIG": ("the YAML file to load", "`layerzero.yaml`"),
     "LAYERZERO_NATIVE": (
-        "whether plans are found in C, if built; `dlpack`: and tensors read by DLPack alone; `1`: without a GIL, too",
+        "whether plans are found in C: `0` never, `dlpack` with tensors read by DLPack alone, `1` without a GIL, too",
         "`0`",
     ),
     "LAYERZERO_VLLM_OPERATORS": (
@@ -73,27 +73,22 @@ _ELSEWHERE = {
 
 def settings() -> str:
     """docs/settings.md."""
-    built = [
+    keys = [
         [f"`{key}`", f"`{listing.kind(each.kind)}`", f"`{each.default!r}`", _meaning(key)]
         for key, each in SETTINGS.items()
-        if each.built
     ]
-    reserved = [[f"`{key}`", f"`{each.default!r}`", each.meaning] for key, each in SETTINGS.items() if not each.built]
     blocks = [
         HEADER,
         "# Settings",
         _ORDER,
         f"```yaml\n{EXAMPLE}\n```",
-        table(["key", "type", "default", "meaning"], built),
+        table(["key", "type", "default", "meaning"], keys),
         "Other spellings: " + ", ".join(f"`{alias}` for `{key}`" for alias, key in sorted(ALIASES.items())) + ". "
         "`broadcast` is `rank0_broadcast`.",
         "## Environment variables",
         table(["variable", "sets", "example"], _variables()),
         "## A poorer CPU",
         _POORER,
-        "## Reserved keys",
-        "Their features do not exist yet: the default is accepted, any other value is refused.",
-        table(["key", "default", "meaning"], reserved),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -116,8 +111,7 @@ def _variables() -> Iterator[tuple[str, str, str]]:
                 (key, value), *_ = environment_settings({variable: text}).items()
             except PolicyError:
                 continue
-            if SETTINGS[key].built:
-                yield f"`{variable}`", _effect(key, value), f"`{_example(key, text)}`"
+            yield f"`{variable}`", _effect(key, value), f"`{_example(key, text)}`"
             break
     yield (
         "`LAYERZERO_LOCK_<OPERATION>`",

@@ -588,8 +588,8 @@ def cascade_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the newest token of each sequence, where all sequences begin with the same pages.
 
-    The result is that of ``lz.paged_attention``; kernels that read the shared pages once for all sequences are
-    candidates, and so are those that do not, where they are faster.
+    The result is that of ``lz.paged_attention``. Kernels that read the shared pages once for all sequences are
+    candidates; so are the others, where they are faster.
 
     Shapes: query (B, 1, H, D); caches, block_tables and context_lens as in ``lz.paged_attention`` → (B, 1, H, D_v).
     Dtype: query and caches the same floating dtype; tables and lengths int32, on the same device.
@@ -753,7 +753,8 @@ def paged_attention(
 
     Shapes: query (B, 1, H, D), or (T, H, D) with cu_seqlens_q (B + 1,); key_cache (P, N, K, D) and value_cache
         (P, N, K, D_v) in NHD, axes 1 and 2 swapped in HND; H a multiple of K; block_tables (B, max_blocks);
-        context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v).
+        context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v). With cu_seqlens_q also caches in tiles of AMX, as vLLM
+        keeps them: keys (P, K, N / 16, D / 2, 16, 2), values (P, K, D / 16, N / 2, 16, 2).
     Dtype: floating; caches the queries' dtype, or another, which is converted as it is read: then it computes in one
         that holds both, float32 or wider. Or caches of float8_e4m3fn, float8_e5m2 or int8 with scales. Tables, lengths
         and starts int32, on the same device. The output has the queries' dtype.
@@ -777,16 +778,16 @@ def paged_attention(
             the rest.
         alibi_slopes: (H,) or (B, H).
         tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
-            their places there, so that row i of a chain of 3 is True up to column i. Each token sees itself, its parent
-            and what that one sees. Sequences with more new tokens than columns are chains.
+            their places there. Row i of a chain of 3 is True up to column i. Each token sees itself, its parent and
+            what that one sees. Sequences with more new tokens than columns are chains.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
             do so once for all layers.
-        key_scale, value_scale: of a cache of float8 or int8, what its numbers are multiples of: float32 (), (K,) or
-            (P, N, K), whatever the layout.
-        narrow_query: over a cache of float8, whether kernels may round queries and probabilities to it as well, as
-            FlashAttention 3 does, which multiplies at twice the rate then: by 6 % of each at most.
+        key_scale, value_scale: of a cache of float8 or int8, what its numbers are multiples of, in float32. Shapes are
+            (), (K,) or (P, N, K), whatever the layout. The last may be float16, too.
+        narrow_query: over a cache of float8, whether kernels may round queries and probabilities to it as well, by 6 %
+            of each at most. FlashAttention 3 does, and multiplies at twice the rate then.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
         debug mode and on a CPU for pages, lengths and starts out of range and a tree mask that is none, too.

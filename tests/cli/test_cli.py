@@ -99,7 +99,7 @@ def measured_elsewhere(folder, monkeypatch):
 
 def test_options_are_not_named_by_their_metavar():
     """Typer 0.27 takes a metavar that is the parameter's name in capitals for the option's name, as ``--DEVICE``."""
-    option = re.compile(r"(\w+): Annotated\[(?:(?!Annotated\[).)*?typer\.Option\(\s*metavar=\"(\w+)\"", re.DOTALL)
+    option = re.compile(r"(\w+): Annotated\[(?:(?!Annotated\[).)*?option\(\s*\"(\w+)\",(?![^)]*\"--)", re.DOTALL)
     files = Path(cli.__file__).parent.glob("*.py")
     found = [pair for file in files for pair in option.findall(file.read_text(encoding="utf-8"))]
     assert found

@@ -194,7 +194,7 @@ def test_threads_hold_for_the_command_only():
 
 MOVES_ALONE = {
     *("elementwise.cast", "embedding.lookup", "embedding.lookup.shard", "kv.append.paged", "kv.append.contiguous"),
-    "kv.append.batched",
+    *("kv.append.batched", "kv.append.tiled"),
     *("kv.append.quantized", "kv.copy_blocks", "kv.gather.paged"),
     *("tensor.copy_slice", "tensor.split_qkv", "tensor.transpose_head_token", "tensor.transpose_token_head"),
     *("comm.all_gather", "comm.all_to_all"),

@@ -106,19 +106,22 @@ def test_the_file_parses(kind):
 
 
 def test_the_cache_of_the_kubernetes_example_can_be_written_by_the_images_user():
-    """Volumes hide the image's folder and its owner; ``fsGroup`` reaches claims and emptyDir, but no hostPath."""
+    """Volumes hide the image's folder and its owner; ``fsGroup`` reaches claims and emptyDir, but no hostPath.
+
+    An emptyDir is mounted with mode 0777, and a folder that every user may write to keeps bans alone.
+    """
     file = ROOT / "examples" / "kubernetes.yaml"
     spec = yaml.safe_load(file.read_text())["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     folder = next(each["value"] for each in container["env"] if each["name"] == "LAYERZERO_CACHE_DIR")
     (mount,) = container["volumeMounts"]
-    assert mount["mountPath"] == folder
+    assert Path(folder).parent == Path(mount["mountPath"])
     assert not mount.get("readOnly")
     (volume,) = (each for each in spec["volumes"] if each["name"] == mount["name"])
     assert set(volume) - {"name"} <= {"emptyDir", "persistentVolumeClaim"}
     assert spec["securityContext"]["fsGroup"] > 0
     for kind in KINDS:
-        assert f"LAYERZERO_CACHE_DIR={folder}" in of(kind, "ENV")
+        assert f"LAYERZERO_CACHE_DIR={mount['mountPath']}" in of(kind, "ENV")
 
 
 @CASES
@@ -179,5 +182,3 @@ def test_the_example_runs_an_image_of_these_on_its_port():
     name = container["image"].removeprefix("layerzero-")
     assert name in KINDS
     assert container["command"] == json.loads(of(name, "CMD")[0])
-    (about,) = container["env"]
-    assert of(name, "ENV")[-1] == f"{about['name']}={about['value']}"

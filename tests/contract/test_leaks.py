@@ -324,14 +324,15 @@ def identifier_of(node: ast.AST) -> str | None:
 
 def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and name of everything that an operation might have named."""
-    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    nodes = list(ast.walk(tree))  # once: each walk of the package took 0.9 s
+    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     formats = {
         id(part)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.FormattedValue) and node.format_spec is not None
         for part in ast.walk(node.format_spec)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) not in documentation | formats:
                 yield from ((node.lineno, name) for name in sorted(words_of(node.value)))

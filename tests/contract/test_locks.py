@@ -14,6 +14,7 @@ KNOWN = {
     "core/system/forking.py": {"Lock", "RLock"},
     "engine/cache.py": {"Lock"},  # of one choice that is under way; a child forgets them all
     "serving/background_builds.py": {"Event"},  # made anew with the thread that waits for it
+    "testing/execution.py": {"Barrier"},  # of threads that run kernels, which fork nothing
     "tuning/storage/row_exchange.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/measurement/online.py": {"Event"},  # made anew with the thread that waits for it
     "tuning/verification/vetting.py": {"Event"},  # the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from decimal import Decimal
 from fractions import Fraction
@@ -14,6 +15,8 @@ import layerzero as lz
 from drawing import at_once
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
+from layerzero.ops import FUNCTIONS
+from layerzero.testing import random_call
 
 
 def masked(mask):
@@ -304,3 +307,16 @@ def test_a_bad_call_does_not_spoil_a_good_one():
             lz.attention(query, key, value, layout="BSHD", **changes)
     assert torch.equal(lz.attention(query, key, value, layout="BSHD"), wanted)
     assert kept() == 1
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")
+@pytest.mark.parametrize("value", [torch.zeros(0), INF, -1], ids=["no numbers", "inf", "-1"])
+def test_an_odd_value_of_any_parameter_is_refused_in_words_or_means_something(value):
+    """Neither torch's own error comes out, nor is a kernel blamed."""
+    for name, function in FUNCTIONS.items():
+        call = random_call(5, 3, function=name)
+        for parameter in function.parameters:
+            if not isinstance(call.arguments.get(parameter.name), torch.Tensor):
+                with contextlib.suppress(lz.InvalidCallError, lz.NoKernelFoundError):
+                    getattr(lz, name)(**{**call.arguments, parameter.name: value})
+                assert ENGINE.health.breakers() == {}, f"{name}({parameter.name}={value})"

@@ -95,6 +95,55 @@ def test_what_refuses_conversions_refuses_casts(setting):
         lz.rms_norm(normal(3, 8, dtype=torch.bfloat16), normal(8))
 
 
+ELSEWHERE = {
+    "meta": lambda call, *given: call(*(each.to("meta") for each in given)),
+    "vmap": lambda call, *given: torch.func.vmap(call, (0, *[None] * (len(given) - 1)))(given[0][None], *given[1:]),
+    "grad": lambda call, *given: torch.func.grad(lambda *inputs: call(*inputs).sum())(*given),
+    "compiled": lambda call, *given: torch.compile(call, fullgraph=True)(*given),  # inductor drops what nothing reads
+}
+
+
+@pytest.mark.parametrize("setting", [{"strict_mode": True}, {"allow_adaptation": False}])
+@pytest.mark.parametrize("way", ELSEWHERE)
+def test_calls_without_a_plan_cast_nothing_either(way, setting):
+    key = normal(1, 7, 2, 16, dtype=torch.bfloat16)
+    calls = [(lz.rms_norm, normal(3, 8, dtype=torch.bfloat16), normal(8))]
+    calls += [(functools.partial(lz.attention, layout="BSHD"), normal(1, 5, 4, 16), key, key)]
+    for call, *given in calls:
+        with lz.scope(**setting), pytest.raises(NoKernelFoundError, match="must be float32, is bfloat16"):
+            ELSEWHERE[way](call, *given)
+
+
+@pytest.mark.parametrize(
+    ("other", "backend"),
+    [("nothing", "aot_eager"), ("setting", "aot_eager"), ("frozen", "aot_eager"), ("nothing", "inductor")],
+)
+def test_compiled_appends_to_a_list_cast_nothing_where_that_is_refused(other, backend):
+    if other == "setting":
+        lz.configure(deterministic=True)
+    elif other == "frozen":
+        lz.silu(normal(4))
+        lz.freeze()
+    caches = lz.CacheList(*([torch.zeros(length, 2, 16) for length in (8, 5)] for _ in range(2)))
+    places = torch.tensor([[2], [2]])
+
+    def append(new):
+        lz.append_kv_(new, new, caches, positions=places)
+        return new.flatten(1) @ new.flatten(1).T  # torch's own product: Inductor's loops took 9 s of a compiler for C++
+
+    compiled = torch.compile(append, backend=backend, fullgraph=True)  # one graph, which refuses when it runs
+    with lz.scope(strict_mode=True):
+        with pytest.raises(NoKernelFoundError, match="key must be float32, is bfloat16"):
+            compiled(normal(2, 1, 2, 16, dtype=torch.bfloat16))
+        assert not any(each.any() for row in caches.rows for each in row)
+        compiled(normal(2, 1, 2, 16))
+    for dtype in (torch.float32, torch.bfloat16):
+        new = normal(2, 1, 2, 16, dtype=dtype)
+        compiled(new)
+        for row, pair in enumerate(caches.rows):
+            assert all(torch.equal(each[2], new[row, 0].float()) for each in pair)
+
+
 def test_an_integer_weight_is_refused_as_before():
     with pytest.raises(InvalidCallError, match="weight: wanted dtype"):
         lz.rms_norm(normal(3, 8), torch.ones(8, dtype=torch.int32))

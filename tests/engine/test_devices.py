@@ -266,7 +266,32 @@ def test_a_device_is_known_by_its_drivers_name(name):
     assert Device.named(device.name) is Device.named(name.lower()) is device
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 NVL", "NVIDIA GeForce RTX 3080 Ti", "NVIDIA", ""])
+OTHERS = ["NVIDIA H100 NVL", "NVIDIA GeForce RTX 3080 Ti", "NVIDIA", "AMD EPYC 7742 64-Core Processor", ""]
+OTHERS += ["Intel(R) Xeon(R) Platinum 8380H CPU @ 2.90GHz", "Intel(R) Xeon(R) Platinum 8280 CPU @ 2.70GHz"]
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("AMD EPYC 7763 64-Core Processor", "Milan"),
+        ("AMD EPYC 7R13 Processor", "Milan"),
+        ("AMD EPYC-Genoa Processor", "Genoa"),
+        ("AMD EPYC 9654 96-Core Processor", "Genoa"),
+        ("EPYC 9V74", "Genoa"),
+        ("AMD EPYC 9755 128-Core Processor", "Turin"),
+        ("AMD EPYC", "Genoa"),
+        ("Intel(R) Xeon(R) Gold 6138 CPU @ 2.00GHz", "Skylake"),
+        ("Intel(R) Xeon(R) Platinum 8370C CPU @ 2.80GHz", "Ice Lake"),
+        ("Intel(R) Xeon(R) Platinum 8480+", "Sapphire Rapids"),
+        ("Intel Xeon Processor (SapphireRapids)", "Sapphire Rapids"),
+        ("Intel(R) Xeon(R) 6972P", "Granite Rapids"),
+    ],
+)
+def test_a_cpu_is_known_by_what_it_calls_itself(name, known):
+    assert Device.named(name) is KNOWN_DEVICES[known]
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_no_other_device_goes_by_a_known_ones_name(name):
     with pytest.raises(KeyError, match="unknown device"):
         Device.named(name)

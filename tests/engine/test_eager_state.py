@@ -131,6 +131,16 @@ def test_dispatch_modes_see_one_operator(call):
     torch.testing.assert_close(result, expected(*call))
 
 
+def test_a_class_of_tensors_that_knows_no_operator_of_ours_is_told_what_to_do():
+    class Unknowing(torch.Tensor):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return NotImplemented
+
+    rows = torch.Tensor._make_wrapper_subclass(Unknowing, (3, 4))
+    with pytest.raises(lz.InvalidCallError, match=r"input: wanted a class .*, got Unknowing; call it on plain tensors"):
+        lz.rms_norm(rows, torch.ones(4))
+
+
 @pytest.mark.parametrize("layout", ["BSHD", "BHSD"])
 def test_fake_and_meta_tensors_get_shapes(layout):
     shape = (2, 8, 4, 16) if layout == "BSHD" else (2, 4, 8, 16)

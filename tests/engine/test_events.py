@@ -53,6 +53,11 @@ def test_a_choice_is_told_with_kernel_class_reason_and_microseconds(heard):
     assert "instead" not in event.to_dict()
 
 
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="on_event: wanted a function of an event, got int"):
+        lz.on_event(3)
+
+
 def test_a_hit_makes_no_event_and_no_call_of_ours(heard, path):
     x, weight = torch.ones(2, 8), torch.ones(8)
     before = EVENTS.selections()

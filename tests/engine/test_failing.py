@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
 from planted_calls import breaks, register, right
@@ -23,6 +28,33 @@ def test_the_next_kernel_runs_and_it_is_said_once(norm):
     assert ("user.planted", "norm.rms") in ENGINE.health.breakers()
     assert ENGINE.ledger.failures()[("user.planted", "norm.rms")] == ("RuntimeError: planted",)
     assert "user.planted in norm.rms" in lz.doctor().resting
+
+
+def test_a_closed_error_stream_ends_no_call():
+    lines = [
+        "import sys, torch, layerzero as lz",
+        "sys.stderr.close()  # as a service may do",
+        "def fails(input, weight, eps): raise RuntimeError('planted')",
+        "lz.register_kernel('norm.rms', 'user.planted', priority=99)(fails)",
+        "x = torch.randn(2, 8)",
+        "with lz.prefer('user.planted'): assert torch.allclose(lz.rms_norm(x, torch.ones(8)), torch.rms_norm(x, (8,)))",
+    ]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+def test_words_of_an_enumeration_are_those_that_they_stand_for():
+    class Kind(enum.StrEnum):
+        TANH = "tanh"
+
+    rows = torch.randn(3, 64)
+    wanted = torch.nn.functional.gelu(rows, approximate="tanh")
+    torch.testing.assert_close(lz.gelu(rows, approximate=Kind.TANH), wanted)
+    torch.testing.assert_close(lz.gelu(rows, approximate=np.str_("tanh")), wanted)
+    assert ENGINE.health.breakers() == {}
+    with pytest.raises(
+        lz.InvalidCallError, match=r"eps: wanted float, got np.float32\(0.5\); .item\(\) gives its number"
+    ):
+        lz.rms_norm(rows, None, np.float32(0.5))
 
 
 def test_a_wrong_result_is_told_once(norm, caplog):
@@ -287,6 +319,25 @@ def test_a_library_that_does_not_load_is_out_and_tried_once(norm):
     assert finding.reason.code is lz.ReasonCode.BACKEND_IMPORT_FAILED
     assert "undefined symbol" in finding.reason.message
     assert "pip install planted" in finding.reason.message
+
+
+@pytest.mark.parametrize("declared", [{"name": "torch"}, {"name": "planted", "import_name": "json"}])
+def test_a_library_whose_module_is_there_loses_one_kernel_alone(norm, declared):
+    backend = lz.Backend(summary="lacks a module", **declared)
+    attempts = []
+
+    def load(facts):
+        attempts.append(1)
+        raise ModuleNotFoundError("No module named 'of_one_kernel'")
+
+    ours = {"operations": ("norm.rms",), "backend": backend, "accepts": ("eps",)}
+    whole = Kernel(id=f"{backend.name}.whole", load=lambda facts: lambda x, w, *, eps: right(x, w), priority=99, **ours)
+    lz.register_backend([Kernel(id=f"{backend.name}.lacks", load=load, priority=100, **ours), whole])
+    with lz.scope(unmeasured="priority", prefer_sources=[f"{backend.name}.lacks", whole.id]):
+        for rows in (norm[0], norm[0][:3]):
+            lz.rms_norm(rows, norm[1])
+            assert lz.which("rms_norm", rows, norm[1])["kernel_id"] == whole.id
+    assert attempts == [1]
 
 
 def test_a_kernels_own_inference_tensor_is_not_the_callers_mistake(norm):

@@ -15,7 +15,9 @@ import torch
 import layerzero as lz
 from drawing import at_once
 from layerzero.core.kernel import Kernel
+from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.frozen_choices import Frozen
 from layerzero.engine.functions import CALLS
 from layerzero.ops.attention.reference import attention_reference
 from paths import IN_C
@@ -332,6 +334,15 @@ def test_reports_and_facts_are_values_that_can_be_copied(again):
     bound = lz.bind(lz.rms_norm, X, W)
     with pytest.raises(lz.InvalidCallError, match=r"bound function .*, got a copy or a pickle.*call lz.bind again"):
         again(bound)
+    with lz.record() as held, pytest.raises(lz.InvalidCallError, match=r"recording .*; stop\(\) it"):
+        again(held)
+    with pytest.raises(lz.InvalidCallError, match=r"choices .*, got a copy or a pickle.*; write\(\)"):
+        again(Frozen({}))
+    told = lz.dry_run(torch.nn.Sequential(torch.nn.RMSNorm(8)), torch.ones(2, 8))
+    assert str(again(told)) == str(told)
+    with again(lz.scope(enabled=False)):
+        assert not current_policy()["enabled"]
+    assert current_policy()["enabled"]
 
 
 @pytest.mark.parametrize("again", TWINS)

@@ -91,43 +91,26 @@ def not_allowed():
         return {each.code for each in lz.explain("silu_mul", torch.ones(4, 64)).reasons("hub.activation.silu_mul")}
 
 
+def of_library(name, load, **declared):
+    """The kernel of a library that is declared now."""
+    backend = lz.Backend(name=name, summary="planted", install="pip install planted")
+    norm = {"id": f"{name}.rms", "operations": ("norm.rms",), "accepts": ("eps",)}
+    lz.register_backend([lz.Kernel(**norm, backend=backend, load=load, **declared)])
+    return norm["id"]
+
+
 def import_failed():
     def load(facts):
         raise ImportError("undefined symbol: planted")
 
-    backend = lz.Backend(name="broken_library", summary="does not load", install="pip install broken")
-    lz.register_backend(
-        [
-            lz.Kernel(
-                id="broken.rms", operations=("norm.rms",), backend=backend, load=load, accepts=("eps",), priority=100
-            )
-        ]
-    )
+    kernel = of_library("broken", load, priority=100)
     lz.rms_norm(torch.randn(4, 16), torch.randn(16))
-    return norm_refusals("broken.rms")
+    return norm_refusals(kernel)
 
 
 def not_vetted():
-    backend = lz.Backend(name="plugin", summary="a plugin")
-    lz.register_backend(
-        [
-            lz.Kernel(
-                id="plugin.rms",
-                operations=("norm.rms",),
-                backend=backend,
-                trust=Trust.PLUGIN,
-                load=lambda facts: None,
-                accepts=("eps",),
-            )
-        ]
-    )
-    with lz.scope(require_vetting=True):
-        return norm_refusals("plugin.rms")
-
-
-def jit_disabled():
-    own_kernel("user.jit", jit=True)
-    return norm_refusals("user.jit")
+    kernel = of_library("plugin", lambda facts: None, trust=Trust.PLUGIN)
+    return under(lambda: norm_refusals(kernel), require_vetting=True)
 
 
 def incomplete():
@@ -178,47 +161,19 @@ def not_contiguous():
     return norm_refusals("user.own", torch.randn(16, 4).t(), torch.randn(16))
 
 
-def cpu_feature():
-    own_kernel(limits=[lz.limits.cpu_feature("amx_bf16")])
-    return norm_refusals("user.own", device="CPU")
-
-
-def needs_gradient():
-    query, key, value = (torch.randn(2, 8, 4, 64, requires_grad=True) for _ in range(3))
-    own_kernel("user.forward_only", "attention.standard.prefill", lambda q, k, v: q)
-    return refusals("user.forward_only", query, key, value)
-
-
-def capturing():
-    own_kernel(platform="cuda")
-    return norm_refusals("user.own", device="H100", capturing=True)
-
-
-def too_long():
-    own_kernel("user.short", "attention.standard.prefill", lambda q, k, v: q, limits=[lz.limits.dim("seq_k", max=1024)])
-    return refusals("user.short", *qkv(seq_q=2048, seq_k=2048), causal=False)
+def of_own_attention(*tensors, limits=(), **call):
+    own_kernel("user.attention", "attention.standard.prefill", lambda q, k, v: q, limits=limits)
+    return refusals("user.attention", *tensors, **call)
 
 
 def grid_axis():
     return refusals("torch.sdpa.flash", *qkv(batch=65536, seq_q=1, seq_k=1), device="H100")
 
 
-def grid_blocks():
-    limit = lz.limits.grid(x=("batch", "heads"), max_blocks=8)
-    own_kernel("user.counted", "attention.standard.prefill", lambda q, k, v: q, limits=[limit])
-    return refusals("user.counted", *qkv(), causal=False)
-
-
-def generation():
-    own_kernel(platform="cuda", limits=[lz.limits.generation("hopper", "blackwell")])
-    assert not {C.GPU_GENERATION_UNSUPPORTED} & norm_refusals("user.own", device="B200")
-    return norm_refusals("user.own", device="A100")
-
-
-def tensor_core():
-    own_kernel(platform="cuda", limits=[lz.limits.tensor_core(min=4)])
-    assert not {C.TENSOR_CORE_GEN_UNSUPPORTED} & norm_refusals("user.own", device="H100")
-    return norm_refusals("user.own", device="L40S")
+def of_gpu(limit, code, *, taken, refused):
+    own_kernel(platform="cuda", limits=[limit])
+    assert code not in norm_refusals("user.own", device=taken)
+    return norm_refusals("user.own", device=refused)
 
 
 def invariant(**settings):
@@ -311,17 +266,19 @@ def small_cache(**form):
     return lz.KVCache(1, 2, 32, pages=2, page_size=16, **{"dtype": torch.float32, **form})
 
 
-def pair_refused(**config):
+def pair_refused(draft, target, config):
     with pytest.raises(lz.NoCompatibleKernelPairError) as raised:
-        lz.speculative_pair(small_cache(layout="HND"), small_cache(), heads=4, config=lz.SpeculativeConfig(**config))
+        lz.speculative_pair(draft, target, heads=4, config=config)
     return {each.code for each in raised.value.reasons}
+
+
+def two_refused(**config):
+    return pair_refused(small_cache(layout="HND"), small_cache(), lz.SpeculativeConfig(**config))
 
 
 def tree_over_codes():
     target = small_cache(dtype=torch.int8, scales="tensor")
-    with pytest.raises(lz.NoCompatibleKernelPairError) as raised:
-        lz.speculative_pair(None, target, heads=4, config=lz.MedusaConfig(choices=((0,), (1,))))
-    return {each.code for each in raised.value.reasons}
+    return pair_refused(None, target, lz.MedusaConfig(choices=((0,), (1,))))
 
 
 MASK = torch.ones(64, 64, dtype=torch.bool, device="meta")
@@ -336,16 +293,26 @@ PRODUCERS = {
     C.SM_TOO_OLD: lambda: refusals("flash_attn.v3", *qkv(), device="A100", libraries=FA3),
     C.SM_TOO_NEW: lambda: refusals("flash_attn.v3", *qkv(), device="B200", libraries=FA3),
     C.INSTRUCTION_SET_MISMATCH: lambda: refusals("flash_attn.v3", *qkv(), device="L40S", libraries=FA3),
-    C.DEVICE_CAPABILITY_UNSUPPORTED: cpu_feature,
-    C.GPU_GENERATION_UNSUPPORTED: generation,
-    C.TENSOR_CORE_GEN_UNSUPPORTED: tensor_core,
+    C.DEVICE_CAPABILITY_UNSUPPORTED: lambda: norm_refusals(
+        own_kernel(limits=[lz.limits.cpu_feature("amx_bf16")]), device="CPU"
+    ),
+    C.GPU_GENERATION_UNSUPPORTED: lambda: of_gpu(
+        lz.limits.generation("hopper", "blackwell"), C.GPU_GENERATION_UNSUPPORTED, taken="B200", refused="A100"
+    ),
+    C.TENSOR_CORE_GEN_UNSUPPORTED: lambda: of_gpu(
+        lz.limits.tensor_core(min=4), C.TENSOR_CORE_GEN_UNSUPPORTED, taken="H100", refused="L40S"
+    ),
     C.CUDA_GRID_DIM_EXCEEDED: grid_axis,
-    C.CUDA_BLOCK_LIMIT_EXCEEDED: grid_blocks,
+    C.CUDA_BLOCK_LIMIT_EXCEEDED: lambda: of_own_attention(
+        *qkv(), causal=False, limits=[lz.limits.grid(x=("batch", "heads"), max_blocks=8)]
+    ),
     C.DTYPE_UNSUPPORTED: lambda: of_flash_attn(*qkv(dtype=torch.float32)),
     C.HEAD_DIM_INVALID: lambda: of_flash_attn(*qkv(value_dim=32)),
     C.HEAD_DIM_ALIGNMENT: lambda: of_flash_attn(*qkv(head_dim=84)),
     C.HEAD_DIM_TOO_LARGE: lambda: of_flash_attn(*qkv(head_dim=264)),
-    C.SEQ_TOO_LONG: too_long,
+    C.SEQ_TOO_LONG: lambda: of_own_attention(
+        *qkv(seq_q=2048, seq_k=2048), causal=False, limits=[lz.limits.dim("seq_k", max=1024)]
+    ),
     C.GQA_UNSUPPORTED: lambda: in_strict_mode(
         lambda: refusals("torch.sdpa.efficient", *qkv(kv_heads=2), device="H100")
     ),
@@ -364,9 +331,9 @@ PRODUCERS = {
     ),
     C.KV_STRATEGY_UNSUPPORTED: lambda: strategy_refused(layout="HND", cuda=12040),
     C.DRIVER_VERSION_UNSUPPORTED: lambda: strategy_refused(cuda=11080),
-    C.SPEC_DECODE_PP_INCOMPATIBLE: lambda: pair_refused(pipeline_parallel_size=2),
-    C.SPEC_DECODE_DRAFT_TP_CONSTRAINT: lambda: pair_refused(draft_tp_size=4, max_draft_tp_size=2),
-    C.SPEC_DECODE_KV_INCOMPATIBLE: lambda: pair_refused(share_kv_cache=True),
+    C.SPEC_DECODE_PP_INCOMPATIBLE: lambda: two_refused(pipeline_parallel_size=2),
+    C.SPEC_DECODE_DRAFT_TP_CONSTRAINT: lambda: two_refused(draft_tp_size=4, max_draft_tp_size=2),
+    C.SPEC_DECODE_KV_INCOMPATIBLE: lambda: two_refused(share_kv_cache=True),
     C.SPEC_DECODE_ALGORITHM_UNSUPPORTED: tree_over_codes,
     C.MISALIGNED: lambda: in_strict_mode(misaligned),
     C.ATTN_MASK_UNSUPPORTED: lambda: of_flash_attn(*qkv(), causal=False, attn_mask=MASK),
@@ -376,14 +343,14 @@ PRODUCERS = {
     C.SOFTCAP_UNSUPPORTED: lambda: refusals("torch.sdpa.math", *qkv(), softcap=30.0),
     C.LSE_UNSUPPORTED: lambda: refusals("torch.sdpa.math", *qkv(), return_lse=True),
     C.CONSTRAINT_FAILED: lambda: refusals("torch.sdpa.math", *qkv(), sinks=torch.zeros(8, device="meta")),
-    C.GRAD_UNSUPPORTED: needs_gradient,
+    C.GRAD_UNSUPPORTED: lambda: of_own_attention(*torch.randn(3, 2, 8, 4, 64, requires_grad=True).unbind()),
     C.NON_DETERMINISTIC: deterministic,
     C.BATCH_INVARIANCE_REQUIRED: lambda: invariant(batch_invariant=True),
     C.TP_INVARIANCE_REQUIRED: lambda: invariant(require_tp_invariant=True),
     C.TP_SIZE_EXCEEDED: lambda: of_ranks("torch.symm_one_shot_all_reduce"),
     C.REDUCTION_ORDER_MISMATCH: lambda: of_ranks("torch.all_reduce", require_tp_invariant=True),
-    C.CUDA_GRAPH_UNSAFE: capturing,
-    C.JIT_DISABLED: jit_disabled,
+    C.CUDA_GRAPH_UNSAFE: lambda: norm_refusals(own_kernel(platform="cuda"), device="H100", capturing=True),
+    C.JIT_DISABLED: lambda: norm_refusals(own_kernel(jit=True)),
     C.JIT_CACHE_INCOMPLETE: incomplete,
     C.MEMORY_HEADROOM_EXCEEDED: lambda: refusals("torch.sdpa.math", *qkv(seq_q=16384, seq_k=16384)),
     C.PLAN_BUCKET_MISS: outside_of_a_plan,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import threading
 import time
 import warnings
 
@@ -55,6 +56,16 @@ def test_a_breaker_backs_off_tries_again_and_closes():
         assert health.breakers()[kernel.id, "norm.rms"].failures == 1
     finally:
         health.reset()
+
+
+def test_a_kernel_fails_over_where_no_thread_can_be_started(norm, monkeypatch):
+    def none(_):
+        raise RuntimeError("can't start new thread")
+
+    passing(1)
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="passing"):
+        torch.testing.assert_close(lz.rms_norm(*norm), right(*norm))
 
 
 def passing(failures):

@@ -189,7 +189,7 @@ def test_a_scope_leaves_the_plans_outside_it_alone(ran):
 # Eviction
 
 
-@settings(EXAMPLES, max_examples=40)
+@settings(EXAMPLES, max_examples=examples(40))
 @given(st.integers(0, 12), st.lists(st.integers(1, 30), min_size=1, max_size=60))
 def test_a_table_never_grows_beyond_its_bound(bound, rows):
     lz.configure(**{"cache.max_size": bound})

@@ -162,6 +162,16 @@ def test_limits_agree_with_torchs_own_check(call, fits):
         assert not allowed or answers[name], f"torch refuses {name} for {call}"
 
 
+def test_explain_asks_torch_about_its_own_kernels():
+    query, key, value = qkv(heads=(8, 8))
+    mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device="cuda").tril()
+    report = lz.explain(lz.attention, query, key, value, layout="BSHD", attn_mask=mask, causal=False)
+    assert report.reasons("torch.sdpa.flash")[-1].fact == "torch.backends.cuda.can_use_flash_attention"
+    report = lz.explain(lz.attention, query[:, :3], key, value, layout="BSHD")  # causal, and fewer queries than keys
+    assert report.reasons("torch.sdpa.flash") == ()
+    assert any(note.startswith("torch.sdpa.flash may run where torch's function leaves it") for note in report.notes)
+
+
 def test_the_device_is_described():
     device = lz.Device.detect("cuda")
     assert device.platform == "cuda"

@@ -11,8 +11,8 @@ import layerzero as lz
 from drawing import mostly
 from layerzero.cli.app import main
 from layerzero.core.device import Device
-from layerzero.inspection.model_sets import OperationSupport, served
-from layerzero.ops import OPERATIONS, SETS
+from layerzero.inspection.model_sets import OperationSupport, served, set_named
+from layerzero.ops import OPERATIONS, SET_ALIASES, SETS
 
 EVERY = sorted({name for each in SETS.values() for name in each.operations})
 
@@ -46,6 +46,12 @@ def test_another_device_is_asked_about_in_its_own_dtype():
     found = {each.operation: each for each in served("decoder", Device.named("H200"))}
     assert {each.dtype for each in found.values()} == {"bfloat16"}
     assert "cuda" not in found["posenc.rope"].refused.partition("must be")[2], "what could never run here is not told"
+
+
+@pytest.mark.parametrize(("word", "name"), SET_ALIASES.items())
+def test_a_set_has_other_words(word, name):
+    assert set_named(word) == SETS[name]
+    assert set_named(f"{word}, {name}").operations == SETS[name].operations
 
 
 def test_a_word_that_names_no_set_gets_the_nearest():

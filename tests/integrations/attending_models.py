@@ -32,14 +32,3 @@ def pair(make: Callable[[], Any]) -> tuple[Any, Any]:
     ours.load_state_dict(eager.state_dict())
     assert ours.config._attn_implementation == "layerzero"
     return eager, ours
-
-
-def padded(side: str, batch: int = 3, length: int = 17) -> dict[str, torch.Tensor]:
-    ids = torch.randint(2, 99, (batch, length))
-    mask = torch.ones_like(ids)
-    for row, count in enumerate(range(0, 4 * batch, 4)):
-        if side == "right":
-            mask[row, length - count :] = 0
-        elif side == "left":
-            mask[row, :count] = 0
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}

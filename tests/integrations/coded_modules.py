@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import pytest
 import torch
@@ -14,6 +14,37 @@ from layerzero.ops.quantize.schemes import scheme_of
 from layerzero.ops.quantize.weight_format import Codes
 
 OUTPUTS, INPUTS, GROUP = 64, 128, 32
+
+
+class OfCodes(Tensor):
+    """A weight as a library that quantises has it: parts in a class of its own, which computes its product itself."""
+
+    PARTS: ClassVar[tuple[str, ...]] = ("codes",)
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, *others: Tensor) -> Self:
+        dtype = others[0].dtype if others else torch.float32
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, *parts: Tensor) -> None:
+        vars(self).update(zip(self.PARTS, parts, strict=True))
+
+    def numbers(self) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear:
+            rows, weight, *bias = args
+            return functional.linear(rows, weight.numbers().to(rows.dtype), *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(*(getattr(args[0], name) for name in cls.PARTS))
+        raise NotImplementedError(f"{function} of a quantised weight")
 
 
 def weight(text: str) -> lz.QuantizedWeight:

@@ -15,6 +15,7 @@ import torch
 from diffusers_models import MODELS, autoencoder, flux, randn, sd3, unet, unet_xl, wan
 
 import layerzero as lz
+from drawing import mostly
 from layerzero.engine.dispatch import ENGINE
 
 diffusers = pytest.importorskip("diffusers", "0.36", reason="needs diffusers >= 0.36")
@@ -116,6 +117,21 @@ def test_compiles_without_a_graph_break(make: Any) -> None:
     finally:
         torch._dynamo.reset()
     torch.testing.assert_close(got, wanted, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make", mostly([flux, sd3, wan], [flux]))
+def test_what_is_exported_has_the_operators_of_stock(make: Any) -> None:
+    model, call = make()
+    model.eval()
+
+    def operators() -> list[str]:
+        program = torch.export.export(model, (), call)
+        return [str(each.target) for each in program.graph.nodes if each.op == "call_function"]
+
+    wanted = operators()
+    report = lz.optimize(model)
+    assert "attention" in {each.kind for each in report.replaced}
+    assert operators() == wanted
 
 
 def test_the_name_serves_the_dispatcher_by_method_and_by_context() -> None:

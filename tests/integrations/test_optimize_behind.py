@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from drawing import mostly
 
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
@@ -96,3 +97,23 @@ def test_a_forward_of_ours_that_was_put_back_after_undo_is_no_reason_to_leave_a_
     layer.forward = ours  # as accelerate does when it takes its own away
     again = lz.optimize(model)
     assert [each.kind for each in again.replaced].count("layer") == 2
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore:While compiling"
+)
+@pytest.mark.parametrize("way", mostly(["export", "strict export", "trace"], ["export", "trace"]))
+def test_what_is_exported_of_an_optimized_model_is_the_stock_model(way, monkeypatch):
+    def operators(model):
+        if way == "trace":
+            traced = torch.jit.trace(lambda ids: model(ids, use_cache=False).logits, IDS, check_trace=False)
+            return [each.kind() for each in traced.inlined_graph.nodes()]
+        program = torch.export.export(model, (IDS,), {"use_cache": False}, strict=way == "strict export")
+        return [str(each.target) for each in program.graph.nodes if each.op == "call_function"]
+
+    monkeypatch.setattr("layerzero.integrations.optimize.entrance.time_random_rows", lambda *_, **__: None)
+    model = made().requires_grad_(False)  # which a trace keeps as constants
+    wanted = operators(model)
+    report = lz.optimize(model)
+    assert {"attention", "layer"} <= {each.kind for each in report.replaced}
+    assert operators(model) == wanted

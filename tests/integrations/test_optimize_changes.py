@@ -36,9 +36,10 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.eps, self.sizes = nn.Parameter(torch.rand(16) + 0.5), 1e-5, [16]
-        self.settings = SimpleNamespace(inner=SimpleNamespace(factors=[1.0]))
+        self.settings = SimpleNamespace(inner=SimpleNamespace(factors=[1.0]), dtype=None)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.settings.dtype or x.dtype) * getattr(self.settings, "factor", 1.0)
         return self.scaled(x) * self.weight * len(self.sizes) * self.settings.inner.factors[0] * FACTOR
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -159,6 +160,8 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "eps of torch's norm": ("3", set_to("eps", 1.0)),
     "a list of a norm": ("0", lambda module, _: module.sizes.append(16)),  # type: ignore[operator]
     "a setting": ("0", lambda module, _: module.settings.inner.factors.__setitem__(0, 2.0)),  # type: ignore[union-attr]
+    "a setting that was not there": ("0", lambda module, _: setattr(module.settings, "factor", -2.0)),
+    "a dtype that was none": ("0", lambda module, _: setattr(module.settings, "dtype", torch.bfloat16)),
     "a number of the file": ("0", patched_number),
     "a method on the instance": ("0", set_to("scaled", torch.sin)),
     "approximate": ("1.act", set_to("approximate", "tanh")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as some
@@ -9,12 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from mixed_experts import EACH, Mixed, call_of
+from mixtures import experts_of, made
 from torch import nn
 
 import layerzero as lz
 from drawing import examples
 from layerzero.integrations.optimize.modules.experts import experts
 from layerzero.integrations.optimize.swaps.candidate import Candidate
+from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.ops.moe.experts import GATES
 
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
@@ -83,9 +86,9 @@ class Gateless(nn.Module):
         self.up, self.down = nn.Parameter(torch.randn(2, 32, 64)), nn.Parameter(torch.randn(2, 64, 32))
 
 
-def zeros() -> Mixed:
+def infinite() -> Mixed:
     module = Mixed()
-    nn.init.zeros_(module.first)
+    nn.init.constant_(module.first, torch.inf)
     return module
 
 
@@ -107,7 +110,7 @@ LEFT = {
     Quick: "its output is none of lz.moe_experts' formulas",
     Rows: "it does not compute on rows, ids and shares: TypeError",
     Gateless: "its experts have no gate",
-    zeros: "its weights are zero or infinite",
+    infinite: "its weights are zero or infinite",
     parallel: "its experts are divided among ranks",
     hooked: "it has hooks, which wait for its calls",
 }
@@ -119,6 +122,17 @@ def test_what_cannot_be_proved_is_left_with_a_reason(plant: Any) -> None:
     report = lz.optimize(model)
     assert not report.replaced
     assert [each.path for each in report.left if LEFT[plant] in each.why] == ["0"]
+
+
+def test_a_model_that_is_saved_keeps_its_proofs(tmp_path: Path) -> None:
+    """Transformers notes the model's dtype in a configuration that has none, as it writes it."""
+    model = made("Mixtral")
+    model.config.dtype = None
+    stamps = [Stamp(each) for each in experts_of(model)]
+    model.save_pretrained(tmp_path)
+    assert model.config.dtype in {torch.float32, "float32"}
+    assert stamps
+    assert all(each.holds() for each in stamps)
 
 
 def test_where_torchs_own_kernel_would_run_they_are_left() -> None:

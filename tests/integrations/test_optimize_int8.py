@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -138,6 +139,9 @@ def test_copies_have_weights_of_their_own_and_gradients_go_the_models_way() -> N
         twin.up.weight.zero_()
         assert off(model(rows), stock(rows)) < 0.04
         assert off(twin(rows), stock(rows)) > 0.1
+        with pytest.warns(lz.LayerZeroWarning, match=r"a pickle .*; call lz\.optimize where it is loaded"):
+            pickled = pickle.dumps(model)
+        assert torch.equal(pickle.loads(pickled)(rows), stock(rows))  # ours
     model(rows).sum().backward()
     stock(rows).sum().backward()
     assert torch.equal(model.up.weight.grad, stock.up.weight.grad)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
-
 import pytest
 import torch
-from coded_modules import DTYPES, Blocks, off, taken
+from coded_modules import DTYPES, Blocks, OfCodes, off, taken
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -14,32 +12,16 @@ import layerzero as lz
 from decoders import made, tokens
 
 
-class Int8Tensor(Tensor):
+class Int8Tensor(OfCodes):
     """A weight as torchao has it: codes, scales and zero points within a tensor's own class."""
 
-    @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, zero: Tensor) -> Self:
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
-
-    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
-        self.codes, self.scale, self.zero = codes, scale, zero
+    PARTS = ("codes", "scale", "zero")
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale", "zero"], None
+        return list(self.PARTS), None
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is functional.linear:
-            rows, weight, *bias = args
-            return functional.linear(rows, (weight.codes * weight.scale).to(rows.dtype), *bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].codes, args[0].scale, args[0].zero)
-        raise NotImplementedError(f"{function} of a quantised weight")
+    def numbers(self) -> Tensor:
+        return self.codes * self.scale
 
 
 def test_codes_within_a_tensors_own_class_are_found() -> None:

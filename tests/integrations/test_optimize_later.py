@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import nn
 
 import layerzero as lz
-from decoders import greedy, made, output, tokens, transformers
+from decoders import SIZES, greedy, made, output, tokens, transformers
+from layerzero.integrations.optimize import entrance
+from layerzero.integrations.optimize.swaps.drawn_weights import told_apart
 from layerzero.integrations.optimize.times.report import Optimized, Replaced
 
 pytestmark = [
@@ -266,3 +270,127 @@ def test_whoever_passes_inputs_that_the_model_does_not_take_is_told_how_it_was_c
         lz.optimize(nn.Sequential(nn.Linear(4, 4)).eval(), ["one text", "another", "a third"])
     (note,) = caught.value.__notes__
     assert note.startswith("lz.optimize ran model(*inputs); inputs may be a function")
+
+
+@pytest.mark.usefixtures("packs")
+@pytest.mark.parametrize("cast_later", [False, True])
+def test_a_model_in_float64_gives_what_its_own_code_gives(cast_later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' norms compute in float32 there, which exact ones are 1e-6 of the logits from."""
+    monkeypatch.setattr(entrance, "time_random_rows", lambda *_, **__: None)
+    model, stock = made(), made().double()
+    report = lz.optimize(model if cast_later else model.double())
+    assert report.is_on
+    if not cast_later:
+        (why,) = {each.why for each in report.left if each.module == "LlamaRMSNorm"}
+        assert why.startswith("norms in float64 run their own code")
+    torch.testing.assert_close(output(model.double(), tokens()), output(stock, tokens()), rtol=1e-12, atol=1e-12)
+
+
+class Gated(nn.Module):
+    """A block whose products are declared in an order and used in another."""
+
+    def __init__(self, first: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 48), nn.Linear(32, 48)
+        self.down, self.act, self._gate = nn.Linear(48, 32), nn.SiLU(), first
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        one, two = self.first(rows), self.second(rows)
+        return self.down(self.act(one) * two if self._gate == "first" else one * self.act(two))
+
+
+NEW: dict[str, tuple[str, dict[str, Any]]] = {
+    "a block without output": ("LlamaForCausalLM", {"zeros": "down_proj"}),
+    "attention without output": ("LlamaForCausalLM", {"zeros": "o_proj"}),
+    "columns of zeros": ("GPT2LMHeadModel", {"zeros": "c_proj"}),
+    "heads that are normalised behind the rotation": ("HunYuanDenseV1ForCausalLM", {"head_dim": 8}),
+    "norms in another order": ("HyperCLOVAXForCausalLM", {"use_post_norm": True}),
+}
+"""What a new model's weights do not tell: zeros hide what comes before, and norms of ones are all alike."""
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_new_model_that_gets_its_weights_later_gives_what_stock_gives(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, more = NEW[name]
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    monkeypatch.setattr(entrance, "time_random_rows", lambda *_: None)  # whatever is found stays
+    cls, zeros = getattr(transformers, kind), more.get("zeros")
+    torch.manual_seed(0)
+    stock = cls(cls.config_class(**SIZES, **{each: value for each, value in more.items() if each != "zeros"})).eval()
+    with torch.no_grad():
+        for path, each in stock.named_parameters():
+            if zeros is not None and zeros in path:
+                each.zero_()
+    model = copy.deepcopy(stock)
+    before = {path: (each, each._version) for path, each in model.named_parameters()}
+    report = lz.optimize(model)
+    assert all(before[path] == (each, each._version) for path, each in model.named_parameters())
+    assert all(torch.equal(each, other) for each, other in zip(model.parameters(), stock.parameters(), strict=True))
+    torch.testing.assert_close(output(model), output(stock))
+    with torch.no_grad():
+        for each in stock.parameters():
+            each.add_(torch.randn_like(each) / 5)
+    model.load_state_dict(stock.state_dict())
+    torch.testing.assert_close(output(model), output(stock), rtol=1e-4, atol=1e-4)
+    assert {each.kind for each in report.replaced} & {"block", "layer", "norm", "linear"}
+
+
+@pytest.mark.parametrize("gate", ["first", "second"])
+def test_a_new_block_without_output_is_told_apart(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entrance, "time_random_rows", lambda *_: None)
+    stock = Gated(gate).eval()
+    nn.init.zeros_(stock.down.weight)
+    model = copy.deepcopy(stock)
+    lz.optimize(model)
+    with torch.no_grad():
+        stock.down.weight.normal_()
+        model.load_state_dict(stock.state_dict())
+        rows = torch.randn(3, 32)
+        torch.testing.assert_close(model(rows), stock(rows), rtol=1e-4, atol=1e-4)
+
+
+def _elsewhere(ask: Any) -> Any:
+    """What another thread is told."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(ask).result()
+
+
+def test_weights_are_others_in_the_thread_that_proves_alone() -> None:
+    norm, rows = nn.LayerNorm(8), torch.randn(3, 8)
+    space, weight, stock = norm._parameters, norm.weight, norm(rows)
+    with told_apart(norm):
+        assert norm.weight is not weight
+        assert not torch.equal(norm(rows), stock)
+        assert _elsewhere(lambda: norm.weight) is weight
+        assert torch.equal(_elsewhere(lambda: norm(rows)), stock)
+        assert torch.equal(_elsewhere(lambda: copy.deepcopy(norm)(rows)), stock)
+        assert _elsewhere(lambda: [*norm.parameters(), {**norm._parameters}["weight"]])[::2] == [weight, weight]
+        with told_apart(nn.Sequential(norm)):
+            assert norm.weight is not weight
+    assert norm._parameters is space
+    assert norm.weight is weight
+
+
+def test_a_weight_that_another_thread_sets_while_a_form_is_proved_stays() -> None:
+    norm, other = nn.LayerNorm(8), nn.Parameter(torch.rand(8))
+    with told_apart(norm):
+        _elsewhere(lambda: setattr(norm, "weight", other))
+    assert norm.weight is other
+    assert type(norm._parameters) is dict
+
+
+def test_two_threads_may_prove_one_module() -> None:
+    norm = nn.LayerNorm(8)
+    weight, proof = norm.weight, told_apart(norm)
+    with ThreadPoolExecutor(1) as second:
+        with told_apart(norm):
+            second.submit(proof.__enter__).result()
+            assert second.submit(lambda: norm.weight).result() is not weight
+            assert _elsewhere(lambda: norm.weight) is weight
+        assert norm.weight is weight
+        second.submit(proof.__exit__, None, None, None).result()
+    assert norm.weight is weight
+    assert type(norm._parameters) is dict

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
-from coded_modules import GROUP, INPUTS, OUTPUTS, Product, module, numbers, off, weight
+from coded_modules import GROUP, INPUTS, OUTPUTS, OfCodes, Product, module, numbers, off, weight
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -78,32 +78,14 @@ def test_a_module_that_gives_something_else_stays(unmeasured: None) -> None:
     assert "was off by" in next(each.why for each in report.left if each.path == "0")
 
 
-class Unpacked(Tensor):
+class Unpacked(OfCodes):
     """As torchao's IntxUnpackedToInt8Tensor: codes of four bits in int8 within a tensor's own class."""
 
+    PARTS = ("qdata", "scale", "zero_point")
     activation_quantization, target_dtype = None, torch.int4
 
-    @staticmethod
-    def __new__(cls, qdata: Tensor, scale: Tensor, zero_point: Tensor) -> Self:
-        return torch.Tensor._make_wrapper_subclass(cls, qdata.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
-
-    def __init__(self, qdata: Tensor, scale: Tensor, zero_point: Tensor) -> None:
-        self.qdata, self.scale, self.zero_point = qdata, scale, zero_point
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is functional.linear:
-            rows, of, *bias = args
-            numbers = (of.qdata - of.zero_point.repeat_interleave(GROUP, 1)) * of.scale.repeat_interleave(GROUP, 1)
-            return functional.linear(rows, numbers.to(rows.dtype), *bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].qdata, args[0].scale, args[0].zero_point)
-        raise NotImplementedError(f"{function} of a quantised weight")
+    def numbers(self) -> Tensor:
+        return (self.qdata - self.zero_point.repeat_interleave(GROUP, 1)) * self.scale.repeat_interleave(GROUP, 1)
 
 
 def test_codes_of_four_bits_within_a_tensors_own_class_are_served(unmeasured: None) -> None:

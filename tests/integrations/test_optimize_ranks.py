@@ -72,6 +72,30 @@ def test_what_another_rank_left_is_left(monkeypatch):
     report.undo()
 
 
+def hooks_of_older_versions(model):
+    model.one.register_forward_hook(lambda module, args, output: output)
+    model.one._is_hooked = True
+
+
+def forwards_of_newer_versions(model):
+    found = pytest.importorskip("transformers.distributed.tensor_parallel")
+    found.apply_tensor_parallelism(model, None, {"one": "colwise"})
+
+
+@pytest.mark.parametrize("divide", [hooks_of_older_versions, forwards_of_newer_versions])
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.usefixtures("_all_gain")
+def test_what_tensor_parallel_divides_is_left_by_that_name(divide, weights):
+    model = Model().eval()
+    model.one = torch.nn.Linear(64, 64)
+    divide(model)
+    report = lz.optimize(model, weights=weights)
+    assert {each.why.removeprefix("weights='int8': ") for each in report.left if each.path == "one"} == {
+        "its calls go through Transformers' tensor parallel (tp_plan), which divides it among ranks"
+    }
+    assert [each.path for each in report.replaced] == ["two"]
+
+
 @pytest.mark.usefixtures("_several", "_all_gain")
 @pytest.mark.filterwarnings("ignore:agree")
 def test_a_module_that_another_rank_computes_otherwise_at_some_sizes_is_left(monkeypatch):

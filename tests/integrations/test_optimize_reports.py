@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -238,3 +241,27 @@ def test_modules_whose_proof_is_over_are_told() -> None:
     for each in model.modules():
         each.another = True
     assert f"{len(report.states)} run their own code now: what their proof rests on changed" in str(report)
+
+
+@pytest.mark.usefixtures("packs")
+def test_a_pickled_report_keeps_its_text_and_numbers_and_refuses_undo() -> None:
+    model = made()
+    model.report = report = lz.optimize(model)
+    assert report.is_on
+    output(model, tokens())
+    memory = io.BytesIO()
+    torch.save(model, memory)
+    memory.seek(0)
+    again = torch.load(memory, weights_only=False)
+    for kept in (pickle.loads(pickle.dumps(report)), again.report, pickle.loads(pickle.dumps(again.report))):
+        assert str(kept) == str(report)
+        assert dataclasses.replace(kept, _text="", time=report.time) == dataclasses.replace(report, _joined=[])
+        assert not kept.is_on
+        with pytest.raises(ValueError, match=r"wanted the report that lz.optimize returned.* got a pickle's"):
+            kept.undo()
+    assert torch.equal(output(again, tokens()), output(made(), tokens()))
+    twin = copy.deepcopy(model)
+    copy.copy(twin.report).undo()
+    assert torch.equal(output(twin, tokens()), output(made(), tokens()))
+    assert report.is_on
+    assert not twin.report.is_on

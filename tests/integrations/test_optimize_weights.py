@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import mixtures
 import pytest
 import torch
+from coded_modules import OfCodes
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
@@ -24,29 +25,11 @@ from layerzero.integrations.optimize.swaps.candidate import Candidate
 WITH_WEIGHTS = nn.Linear, nn.LayerNorm
 
 
-class InInt8(torch.Tensor):
+class InInt8(OfCodes):
     """A weight as a library that quantises has it: an own class, which computes its product with rows by itself."""
 
-    @staticmethod
-    def __new__(cls, codes: torch.Tensor) -> Self:
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # type: ignore[attr-defined]
-
-    def __init__(self, codes: torch.Tensor) -> None:
-        self.codes = codes
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is nn.functional.linear:
-            rows, weight, *bias = args
-            return nn.functional.linear(rows, weight.codes.float() * 0.01, *bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.detach.default:
-            return cls(args[0].codes)
-        raise NotImplementedError(f"{function} of a quantised weight")
+    def numbers(self) -> torch.Tensor:
+        return self.codes.float() * 0.01
 
 
 def weights_of(model: Any, kinds: tuple[type, ...] = WITH_WEIGHTS) -> list[Any]:

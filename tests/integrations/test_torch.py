@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import layerzero as lz
+from drawing import examples
 from layerzero.engine.dispatch import ENGINE
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-10, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -45,7 +46,7 @@ def calls(draw: st.DrawFn) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     return tensors, given
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(calls())
 def test_it_is_torchs(call: tuple[tuple[torch.Tensor, ...], dict[str, Any]]) -> None:
     tensors, arguments = call

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import GQA, SIZES
-from attending_models import bert, llama, padded, pair
+from architectures import GQA, SIZES, padded
+from attending_models import bert, llama, pair
 
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from attending_models import bert, llama, padded, pair
+from architectures import padded
+from attending_models import bert, llama, pair
 
 import layerzero as lz
 
@@ -265,3 +266,38 @@ def test_real_embeddings_are_those_of_the_stock_model(minilm: Any) -> None:
         wanted, got = embed(stock, batch), embed(ours, batch)
     assert (wanted - got).abs().max() <= 2e-5
     assert wanted[0] @ wanted[2] < 0.5  # not all the same
+
+
+class Cross(Module):
+    """Attention of a decoder over an encoder's tokens, which has no mask, as ``lz.optimize`` leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__(is_causal=False)
+        vars(self)[integration.EXCHANGED] = None
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return integration.attention_forward(self, *given, None, is_causal=False)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("seq_q", [1, 5])
+def test_what_is_traced_of_an_exchanged_attention_is_torchs(seq_q: int) -> None:
+    with torch.no_grad():
+        traced = torch.jit.trace(Cross(), tensors(seq_q, 9), check_trace=False)
+    assert "aten::scaled_dot_product_attention" in [each.kind() for each in traced.inlined_graph.nodes()]
+
+
+def test_compiled_code_is_no_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch 2.11 Dynamo holds ``is_exporting()`` for true, always."""
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(str(each.target) for each in graph.graph.nodes)
+        return graph.forward
+
+    torch.compile(torch.neg, backend="eager")(torch.ones(1))  # Dynamo notes torch's functions as it is imported
+    compiled = torch.compile(Cross(), backend=backend, fullgraph=True)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    with torch.no_grad():
+        compiled(*tensors(5, 9))
+    assert "layerzero.attention" in seen

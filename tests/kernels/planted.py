@@ -107,6 +107,18 @@ def racy(input, weight, *, eps):
 SHARED = {}
 
 
+@narrow("grows")
+def grows(input, weight, *, eps):
+    """As a kernel whose scratch memory is one for all threads, and moves as it grows."""
+    moved = SCRATCH["moved"] = SCRATCH["moved"] + (input.numel() > SCRATCH["size"])
+    SCRATCH["size"] = max(SCRATCH["size"], input.numel())
+    time.sleep(0.002)
+    return right(input, weight, eps) * (moved == SCRATCH["moved"])
+
+
+SCRATCH = {"size": 0, "moved": 0}
+
+
 @narrow("too_strict", limits=[limit.dim("hidden", max=64)])
 def too_strict(input, weight, *, eps):
     return right(input, weight, eps)

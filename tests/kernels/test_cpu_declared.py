@@ -59,3 +59,31 @@ def test_zentorchs_product_of_int8_is_offered_what_it_computes_rightly(features,
         "zentorch.int8_linear_packed"
     )
     assert [each.code for each in reasons].count(ReasonCode.CONSTRAINT_FAILED) == refused
+
+
+@pytest.mark.parametrize(("features", "dtype", "refused"), [
+    (33, torch.bfloat16, ["in_features"]),
+    (34, torch.bfloat16, []),
+    (33, torch.float32, []),
+])  # fmt: skip
+def test_zentorchs_product_is_offered_whole_pairs(features, dtype, refused):
+    """An infinity in a row of an odd number of bfloat16 made the row's results NaN (2.13.0.2)."""
+    device = replace(lz.Device.named("CPU"), instruction_sets=frozenset({"avx512", "avx512_bf16"}))
+    weight = torch.ones(4, features, dtype=dtype)
+    call = torch.ones(2, features, dtype=dtype), weight
+    reasons = lz.explain("linear", *call, packed=lz.PackedWeight(weight), device=device).reasons(
+        "zentorch.linear_packed"
+    )
+    assert [each.fact for each in reasons if each.code is ReasonCode.CONSTRAINT_FAILED] == refused
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zentorchs_attention_keeps_a_nan_of_its_mask(dtype):
+    query, key, value = (torch.ones(1, 2, size, 32, dtype=dtype) for size in (8, 64, 64))
+    mask = torch.zeros(2, 8, 64, dtype=dtype)
+    mask[0, 1, 12], mask[..., 60:] = torch.nan, -torch.inf
+    call = {"query": query, "key": key, "value": value, "attn_mask": mask, "causal": False, "layout": "BHSD"}
+    if reasons := lz.explain("attention", **call).reasons("zentorch.sdpa"):
+        pytest.skip(f"wanted zentorch's attention here, got {reasons[0]}")
+    with lz.scope(locks={"attention.standard.prefill": "zentorch.sdpa"}):
+        assert lz.attention(**call).isnan().any(-1).nonzero().tolist() == [[0, 0, 1]]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.vllm_cpu import moe
+from layerzero.backends.vllm_cpu import linear, moe, paged
 from layerzero.backends.vllm_cpu import norm as vllm_cpu
 from layerzero.core.device import Device
 from layerzero.engine.probe import this_machine
@@ -26,6 +29,7 @@ def unloaded(monkeypatch):
     """As if nothing had loaded the library yet."""
     vllm_cpu.operators.cache_clear()
     monkeypatch.setattr(torch._C, "_dispatch_get_all_op_names", list)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
     yield monkeypatch
     vllm_cpu.operators.cache_clear()
 
@@ -279,3 +283,49 @@ def test_weights_of_experts_that_float8_misreads_are_looked_at_once(monkeypatch)
     assert torch.equal(results[0], results[2])
     exact = lz.moe_experts(given[0].float(), gate_up.dequantized(), down.dequantized(), *given[3:])
     torch.testing.assert_close(results[0].float(), exact, rtol=0.02, atol=0.02)
+
+
+def test_operators_that_share_scratch_memory_run_one_at_a_time(loaded, monkeypatch):
+    held = {}
+
+    class Operators:
+        def __getattr__(self, name):
+            def run(*given):
+                held.setdefault(name, set()).add(vllm_cpu.SCRATCH.locked())
+                return getattr(torch.ops._C, name).default(*given)
+
+            return SimpleNamespace(default=run)
+
+    for module in (linear, moe, paged):
+        monkeypatch.setattr(module, "operators", lambda _: Operators())
+    ids, shares = torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.rand(3, 2)
+    weights = torch.randn(2, 64, 96), torch.randn(2, 96, 32)
+    packed = {name: lz.PackedWeight(each) for name, each in zip(moe.PACKED_OF, weights, strict=True)}
+    codes = lz.quantize_weight(torch.randn(32, 224), "int4", group_size=32)
+    with lz.scope(prefer=["vllm"]):
+        lz.moe_experts(torch.randn(3, 96), *weights, ids, shares, **packed)
+        lz.quantized_linear(torch.randn(3, 224).bfloat16(), codes)
+        lz.paged_attention(*mixed_call()[:-1], layout="HND", cu_seqlens_q=mixed_call()[-1])
+    wanted = {"cpu_fused_moe", "get_scheduler_metadata", "cpu_attention_with_kv_cache"}
+    wanted |= {"cpu_gemm_wna16"} if CPU.instruction_sets >= {"avx512_bf16"} else set()
+    assert {name: held[name] for name in wanted} == {key: {True} for key in wanted}
+
+
+def test_a_thread_that_never_called_torch_plans_for_as_many_threads_as_torch_has():
+    keys = torch.randn(6, 2, 64, 32).transpose(2, 3)
+    tables, lens = torch.arange(6, dtype=torch.int32).view(3, 2), torch.tensor([40, 33, 7], dtype=torch.int32)
+    call = torch.randn(80, 8, 64), keys, torch.randn(6, 2, 32, 64), tables, lens  # as many zeros as torch shares out
+    starts, before = torch.tensor([0, 40, 73, 80], dtype=torch.int32), torch.get_num_threads()
+    report = lz.explain("paged_attention", *call, cu_seqlens_q=starts, layout="HND")
+    if reasons := report.reasons("vllm.cpu.paged_tokens"):
+        pytest.skip(str(reasons[0]))
+    run = next(each.kernel for each in report.candidates if each.kernel.id == "vllm.cpu.paged_tokens").load(
+        report.facts
+    )
+    torch.set_num_threads(2 if before == 1 else 1)
+    try:
+        wanted = run(*call, starts)
+        with ThreadPoolExecutor(1) as fresh:
+            torch.testing.assert_close(fresh.submit(run, *call, starts).result(), wanted)
+    finally:
+        torch.set_num_threads(before)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
 from drawing import at_once
@@ -216,6 +217,20 @@ def test_a_closed_cache_says_so_and_its_memory_is_free_for_another_layout():
     assert "closed" in repr(layer), "what shows an object does not raise"
 
 
+class Copies(TorchDispatchMode):
+    """Pages of each copy of keys or values, by whatever operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.pages = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.ndim > 3 and result._base is None and not operator.is_view:
+            self.pages.append(len(result))
+        return result
+
+
 def test_layers_say_in_which_layout_they_are_written():
     gc.collect()
     cache = made(**FORMS["heads first"])
@@ -234,9 +249,23 @@ def test_layers_say_in_which_layout_they_are_written():
             other = split.layer(1).converted(layout)
             got = lz.gather_paged_kv(other, slot_mapping=step.slots)
             assert all(torch.equal(*pair) for pair in zip(got, new, strict=True))
+            asked = {
+                "query": torch.randn(5, 4, 32),
+                "context_lens": step.context_lens,
+                "cu_seqlens_q": step.cu_seqlens_q,
+            }
+            wanted = lz.paged_attention(key_cache=other, block_tables=step.block_tables, **asked)
+            for pages, count in ((step.block_tables, step.block_tables.numel()), (step, -(-5 // split.page_size))):
+                with Copies() as copies:
+                    part = split.layer(1).converted(layout, pages=pages)
+                assert copies.pages == [count, count]
+                tables = torch.arange(count, dtype=torch.int32).view(1, -1)
+                assert torch.equal(lz.paged_attention(key_cache=part, block_tables=tables, **asked), wanted)
+        with pytest.raises(lz.InvalidCallError, match=r"pages: wanted a step, or an int32 .*, got \[0\]"):
+            split.layer(1).converted(pages=[0])
         with pytest.raises(lz.InvalidCallError, match=r"KV_CACHE_LAYOUT_MISMATCH.*converted\(\)"):
             lz.paged_attention(query, split.layer(1), step=step)
-    del step, other
+    del step, other, part
     split.close()
     cache.close()
     assert not layout_record._LAYOUTS

@@ -214,7 +214,7 @@ REFUSED = [
     (lambda q, c, n: lz.attention(q, c, c.rows[0][1]), "key: wanted a tensor, got a CacheList; lz.batched_attention"),
     (
         lambda q, c, n: lz.append_kv_(*[q[:, :, :2]] * 2, c, positions=n.fill_(8)[:, None]),
-        "at most 8 tokens in cache 0",
+        "positions: wanted 0 to 7 in cache 0, got 8",
     ),
     (
         lambda q, c, n: lz.append_kv_(*[q[:, :, :2]] * 2, with_leaf(c, 2), positions=n[:, None]),
@@ -232,6 +232,33 @@ REFUSED = [
 def test_lists_that_mean_nothing_are_refused(call, text):
     with pytest.raises(lz.InvalidCallError, match=text):
         call(*listed())
+
+
+@at_once("append", [True, False])
+def test_debug_mode_finds_places_beyond_a_shorter_cache_before_any_kernel_runs(append):
+    ran, operation = [], "kv.append.batched" if append else "attention.gqa.decode.batched"
+
+    def append_(key, value, key_cache, value_cache, positions, *, cache_list):
+        ran.append(cache_list)
+
+    def attend(query, key_cache, value_cache, kv_lens, *, cache_list):  # neither looks, as no kernel of a GPU does
+        ran.append(cache_list)
+        return query
+
+    def call(query, caches, lens):
+        if append:
+            lz.append_kv_(query[:, :, :2], query[:, :, :2], caches, positions=lens[:, None] - 1)
+        else:
+            lz.batched_attention(query, caches, kv_lens=lens)
+
+    lz.register_kernel(operation, f"user.{append}", layout="NHD")(append_ if append else attend)
+    query, caches, lens = listed()
+    with lz.scope(debug=True, locks={operation: f"user.{append}"}):
+        call(query, caches, lens.clamp(min=1))
+        wanted = "positions: wanted 0 to 7 in cache 0, got 8" if append else "wanted at most 8 tokens in cache 0, got 9"
+        with pytest.raises(lz.InvalidCallError, match=wanted):
+            call(query, caches, lens.fill_(9))
+    assert len(ran) == 1
 
 
 def test_caches_that_touch_are_read_and_not_written():

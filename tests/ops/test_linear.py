@@ -169,3 +169,12 @@ def test_a_weight_may_lie_in_memory_as_it_likes():
     torch.testing.assert_close(lz.linear(given["input"], turned, given["bias"]), wanted)
     packed = lz.PackedWeight(turned)
     torch.testing.assert_close(lz.linear(given["input"], turned, given["bias"], packed=packed), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.complex64])
+@pytest.mark.parametrize("shape", [(2, 4), ()])
+def test_an_input_that_torch_promotes_to_nothing_is_refused_in_words(dtype, shape):
+    with pytest.raises(lz.InvalidCallError, match="input: wanted"):
+        lz.linear(torch.zeros(shape, dtype=dtype), torch.zeros(3, 4), out_dtype=torch.float32)
+    with pytest.raises(lz.InvalidCallError, match="input: wanted"):
+        lz.linear(torch.zeros((), dtype=torch.float16), torch.zeros(3, 4, dtype=torch.float16))

@@ -103,7 +103,7 @@ def test_gradients_of_several_chunks_are_multiplied_together(monkeypatch, block,
     monkeypatch.setattr(kernels, "sizes", lambda rows, weight: gradients.Sizes(3, block))
     hidden, weight, target = made(rows=(10,), dtype=dtype)
     bias = torch.randn(50, dtype=dtype, requires_grad=True)
-    run = kernels._load_chunked({"operation": "loss.linear_cross_entropy", "requires_grad": True})
+    run = kernels._load_chunked(lz.facts("linear_cross_entropy", hidden, weight, target))
     got = run(hidden, weight, target, bias=bias, ignore_index=-100, label_smoothing=0.0, z_loss=0.0)
     inputs = hidden, weight, bias
     wide = [each.detach().double().requires_grad_() for each in inputs]
@@ -179,7 +179,7 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_holds_all_logits(few_rows, kernel):
     """Twenty rows of 50 classes and 8 features: the weight is the largest, and the reference has all logits."""
     hidden, weight, target = made(rows=(20,), features=8)
-    run = kernels._load_chunked({"operation": "loss.linear_cross_entropy", "requires_grad": True})
+    run = kernels._load_chunked(lz.facts("linear_cross_entropy", hidden, weight, target))
     with Largest() as seen:
         if kernel == "reference":
             functional.cross_entropy(functional.linear(hidden, weight), target).backward()
@@ -192,7 +192,7 @@ def test_without_gradients_no_gradient_is_computed(few_rows):
     hidden, weight, target = made(rows=(20,))
     with torch.no_grad(), locked(CHUNKED):
         lz.linear_cross_entropy(hidden, weight, target)  # chosen
-    run = kernels._load_chunked({"operation": "loss.linear_cross_entropy", "requires_grad": False})
+    run = kernels._load_chunked(lz.facts("linear_cross_entropy", hidden.detach(), weight.detach(), target))
     with Largest() as seen, torch.no_grad():
         loss = run(hidden, weight, target, ignore_index=-100, label_smoothing=0.0, z_loss=0.0)
     assert not loss.requires_grad

@@ -77,12 +77,12 @@ def test_an_expert_that_is_elsewhere_adds_nothing(kernel, tokens):
     assert (none == 0).all()
 
 
-@pytest.mark.parametrize("bias", [None, torch.zeros(2, 8, dtype=torch.bfloat16)], ids=["", "bias"])
+@pytest.mark.parametrize("bias", [None, torch.zeros(2, 32, dtype=torch.bfloat16)], ids=["", "bias"])
 def test_shares_of_grouped_products_stay_in_float32(bias):
     """Rounded to the dtype of the rows first, 22 % of these results were one step off."""
-    rows, shares, one = torch.randn(64, 8).bfloat16(), torch.rand(64, 1) + 0.5, torch.eye(8)
+    rows, shares, one = torch.randn(64, 32).bfloat16(), torch.rand(64, 1) + 0.5, torch.eye(32)
     rows[:, 0] = 1.0
-    gate_up = torch.cat([64 * torch.eye(8)[0].expand(8, 8), one])  # a gate of 64 lets 64 times through
+    gate_up = torch.cat([64 * one[0].expand(32, 32), one])  # a gate of 64 lets 64 times through
     weights = [each.bfloat16().repeat(2, 1, 1) for each in (gate_up, one)]
     with lz.scope(locks={"moe.experts": "torch.experts_grouped.cpu"}):
         got = lz.moe_experts(rows, *weights, torch.arange(64).view(64, 1) % 2, shares, down_bias=bias)
@@ -179,6 +179,25 @@ def test_gradients_reach_rows_weights_and_shares(tokens):
         each.requires_grad_()
     lz.moe_experts(rows, gate_up, down, ids, shares).square().sum().backward()
     assert all(each.grad.abs().sum() > 0 for each in (rows, gate_up, down, shares))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_gradients_are_zeros_where_every_expert_is_elsewhere(tokens):
+    rows, gate_up, down, ids, shares = mixture(tokens)
+    biases = gate_up[..., 0], down[..., 0]
+    given = [each.clone().detach().requires_grad_() for each in (rows, gate_up, down, shares, *biases)]
+    *weights, shares, first, second = given
+    with lz.scope(locks={"moe.experts": "torch.experts_each"}):
+        elsewhere = torch.full_like(ids, -1)
+        lz.moe_experts(*weights, elsewhere, shares, gate_up_bias=first, down_bias=second).sum().backward()
+    assert [each.grad.abs().max().item() for each in given] == [0.0] * 6
+
+
+def test_gradients_are_zeros_where_no_group_has_rows():
+    rows, weight = torch.ones(3, 8, requires_grad=True), torch.ones(2, 5, 8, requires_grad=True)
+    with lz.scope(locks={"mlp.grouped": "torch.linear_each"}):
+        lz.grouped_linear(rows, weight, torch.zeros(2, dtype=torch.int32)).sum().backward()
+    assert [each.grad.abs().max().item() for each in (rows, weight)] == [0.0] * 2
 
 
 def test_gradients_of_grouped_products_are_those_of_the_reference_with_experts_elsewhere():

@@ -312,3 +312,24 @@ def test_on_a_cpu_no_more_of_a_table_is_read_than_the_longest_sequence_has(kerne
     assert read == [tokens, tokens]
     dense = [each[tables.long()].flatten(1, 2) for each in (keys, values)]
     torch.testing.assert_close(got, attention_reference(query, *dense, kv_lens=call[-1]))
+
+
+@pytest.mark.parametrize("form", ["dense", "paged"])
+def test_contexts_beyond_32768_tokens_are_right_by_every_kernel(form):
+    lens, page_size = torch.tensor([40_000, 32_769], dtype=torch.int32), 64
+    query, (keys, values) = torch.randn(2, 1, 4, 32), torch.randn(2, 2, 40_000, 2, 32).unbind()
+    hidden = torch.arange(40_000) < lens[:, None]
+    stock = torch.nn.functional.scaled_dot_product_attention
+    turned = (each.transpose(1, 2) for each in (query, keys, values))
+    wanted = stock(*turned, attn_mask=hidden[:, None, None], enable_gqa=True).transpose(1, 2)
+    if form == "dense":
+        name, given = "attention", {"query": query, "key": keys, "value": values, "kv_lens": lens, "layout": "BSHD"}
+    else:
+        caches = (each.reshape(-1, page_size, 2, 32) for each in (keys, values))
+        tables = torch.arange(2 * 625, dtype=torch.int32).view(2, 625)
+        name, given = "paged_attention", dict(zip(("key_cache", "value_cache"), caches, strict=True))
+        given |= {"query": query, "block_tables": tables, "context_lens": lens}
+    report = lz.explain(name, **given)
+    for kernel in [each.kernel.id for each in report.candidates if each.legal]:
+        with lz.scope(locks={report.operation: kernel}):
+            torch.testing.assert_close(getattr(lz, name)(**given), wanted, rtol=1e-4, atol=1e-5)

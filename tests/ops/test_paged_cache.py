@@ -201,6 +201,52 @@ def test_what_is_no_cache_is_refused(change, message):
         lz.PagedCache(**given)
 
 
+def coded(key_scale, value_scale, layout="NHD"):
+    """A call over two sequences of a cache of int8, and the same over the numbers that its codes stand for."""
+    codes = [torch.randint(-127, 128, (4, 8, 2, 32), dtype=torch.int8) for _ in "kv"]
+    factors = [each.float().unsqueeze(-1) if each.ndim else each for each in (key_scale, value_scale)]
+    wide = [each * factor for each, factor in zip(codes, factors, strict=True)]
+    held = codes if layout == "NHD" else [each.transpose(1, 2) for each in codes]
+    tables, lens = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32), torch.tensor([9, 16], dtype=torch.int32)
+    query, rest = torch.randn(2, 1, 4, 32), {"block_tables": tables, "context_lens": lens}
+    scales = {"key_scale": key_scale, "value_scale": value_scale, "layout": layout}
+    plain = dict(zip(("key_cache", "value_cache"), wide, strict=True)) | rest
+    return {"query": query, "key_cache": held[0], "value_cache": held[1], **rest, **scales}, {"query": query, **plain}
+
+
+@pytest.mark.parametrize("kernel", ["torch.quantized_gather", "reference.attention.quantized.decode.paged"])
+@pytest.mark.parametrize("shapes", list(itertools.permutations([(), (2,), (4, 8, 2)], 2)), ids=str)
+def test_scales_of_keys_and_of_values_may_have_other_shapes(kernel, shapes):
+    """Torch's kernels took the shape of the keys' for both, and raised."""
+    given, plain = coded(*(0.01 + 0.01 * torch.rand(shape) for shape in shapes))
+    with lz.scope(locks={"attention.quantized.decode.paged": kernel}):
+        torch.testing.assert_close(lz.paged_attention(**given), lz.paged_attention(**plain), rtol=1e-4, atol=1e-5)
+    assert lz.facts("paged_attention", **given)["scale_axes"] == max(map(len, shapes))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_scales_of_tokens_may_be_float16(layout):
+    scales = [0.01 + 0.01 * torch.rand(4, 8, 2).half() for _ in "kv"]
+    given, plain = coded(*scales, layout)
+    torch.testing.assert_close(lz.paged_attention(**given), lz.paged_attention(**plain), rtol=1e-4, atol=1e-5)
+    new, slots = [torch.randn(3, 2, 32) for _ in "kv"], torch.tensor([5, -1, 30])
+    caches = []
+    for dtype in (torch.float16, torch.float32):
+        made = [each.clone() for each in (given["key_cache"], given["value_cache"])]
+        lz.append_quantized_kv_(*new, *made, slots, *(each.to(dtype) for each in scales), layout=layout)
+        caches.append(torch.stack(made))
+    assert torch.equal(*caches)
+    assert not torch.equal(caches[0], torch.stack([given["key_cache"], given["value_cache"]]))
+
+
+@pytest.mark.parametrize("shape", [(), (2,)], ids=str)
+def test_other_scales_in_float16_are_refused(shape):
+    given, _ = coded(torch.ones(shape), torch.ones(shape).half())
+    wanted = "value_scale: wanted dtype float32 unless each token has a scale of its own, got float16"
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        lz.paged_attention(**given)
+
+
 @pytest.mark.parametrize(("dtype", "denied"), [("int8", (False, True)), ("float32", (True, False))])
 def test_rules_name_the_dtype_of_a_cache(dtype, denied):
     query, cache = torch.randn(1, 1, 4, 16), torch.randn(3, 4, 2, 16)

@@ -100,7 +100,7 @@ def test_a_cache_brings_its_scales():
     [
         ({"key_scale": None}, "key_scale: wanted a float32 tensor with a quantized cache, got NoneType"),
         ({"value_scale": torch.ones(3)}, r"value_scale: wanted shape \(\), \(2,\) or \(3, 8, 2\), got \(3,\)"),
-        ({"value_scale": torch.ones(()).double()}, "value_scale: wanted dtype float32"),
+        ({"value_scale": torch.ones(()).double()}, "value_scale: wanted dtype float16 or float32, got float64"),
         ({"value_cache": torch.zeros(3, 8, 2, 64, dtype=INT8)}, "value_cache: wanted dtype float8_e4m3 like key_cache"),
         ({"key_cache": torch.zeros(3, 8, 2, 64)}, "value_cache: wanted dtype float32 like key_cache"),
         ({"slot_mapping": None}, "slot_mapping: wanted a tensor with a cache of float8 or int8, got None"),

@@ -130,7 +130,7 @@ def test_a_beginning_that_came_once_takes_no_room(few):
     for text in texts:
         assert short(text, run) == run(text)
     assert (cache.stats().entries, cache._bytes, cache.stats().misses) == (0, 0, 5)
-    assert long(texts[0], run) == run(texts[0])
+    assert long(texts[-1], run) == run(texts[-1])  # of an earlier one, another's hash may have taken the mark
     assert cache.stats().entries == 1
 
 

@@ -191,6 +191,8 @@ def test_a_weight_in_marlins_order_becomes_a_plain_one_and_comes_back(text):
             None,
             lambda: cut_scale(),
         ),
+        ("mxfp4, fp4, int3", "QUANT_FORMAT_UNSUPPORTED", lambda: lz.quantize_weight(N, "hqq")),
+        ("got 'int4:32'", "QUANT_FORMAT_UNSUPPORTED", lambda: lz.quantize_weight(N, "int4:32")),
         ("group: wanted an even number", None, lambda: lz.quantize_weight(N, "nf4:group=31")),
         ("group: wanted an even number, got 0", None, lambda: lz.quantize_weight(N, "nf4:group=0")),
         ("rows: wanted at least 1 with a group", None, lambda: lz.quantize_weight(N, "fp8:rows=0,group=128")),

@@ -54,6 +54,35 @@ def _append(c):
     return c["key_cache"], c["value_cache"]
 
 
+def _number(name, token, width):
+    """Where a number of a token lies in a page of tiles, as an index behind the page and the head."""
+    if name == "key_cache":
+        return token // 16, width // 2, token % 16, width % 2
+    return width // 16, token // 2, width % 16, token % 2
+
+
+def _tiled(c):
+    """The same over pages whose numbers lie in tiles."""
+    pages, heads, tiles, pairs = c["key_cache"].shape[:4]
+    plain = dict(c)
+    for name in ("key_cache", "value_cache"):
+        plain[name] = np.empty((pages, 16 * tiles, heads, 2 * pairs))
+        for token, width in np.ndindex(16 * tiles, 2 * pairs):
+            place = _number(name, token, width)
+            plain[name][:, token, :, width] = c[name][(slice(None), slice(None), *place)]
+    return _tokens(plain)
+
+
+def _append_tiled(c):
+    size = 16 * c["key_cache"].shape[2]
+    for token, slot in enumerate(c["slot_mapping"]):
+        for name in ("key", "value") if slot >= 0 else ():
+            for head, width in np.ndindex(c[name].shape[1:]):
+                place = _number(f"{name}_cache", slot % size, width)
+                c[f"{name}_cache"][(slot // size, head, *place)] = c[name][token, head, width]
+    return c["key_cache"], c["value_cache"]
+
+
 def _scaled(of):
     """The same over a cache whose numbers are multiples of scales."""
 
@@ -78,4 +107,6 @@ ORACLES = {
     "attention.converted.prefill.paged": _tokens,
     "attention.gqa.decode.batched": _rows,
     "kv.append.paged": _append,
+    "attention.tiled.paged": _tiled,
+    "kv.append.tiled": _append_tiled,
 }

@@ -118,6 +118,23 @@ def test_a_child_needs_no_lock_that_another_thread_held(tmp_path):
     assert end == "0"
 
 
+RESTING = """
+@lz.register_kernel("norm.rms", "user.broken", priority=100)
+def broken(input, weight, *, eps=1e-6):
+    raise RuntimeError("planted")
+
+lz.rms_norm(x, w)
+if pid := os.fork():
+    print(os.waitpid(pid, 0)[1])
+    os._exit(0)
+os._exit(sum(isinstance(each, threading.Timer) for each in threading.enumerate()) != 1)
+"""
+
+
+def test_a_kernel_that_rests_is_tried_again_in_a_child_too(tmp_path):
+    assert run(RESTING, tmp_path).split() == ["0"]
+
+
 IMPORTING = """
 import os, signal, sys, threading
 sys.path.insert(0, sys.argv[1])

@@ -13,7 +13,7 @@ import torch
 
 import layerzero as lz
 from layerzero import backends
-from layerzero.engine import config, scopes
+from layerzero.engine import cache, config, scopes
 from layerzero.engine.functions import CALLS
 from layerzero.engine.registry import REGISTRY, Registry
 
@@ -150,6 +150,24 @@ def test_an_interrupt_leaves_a_scope_entered_or_not():
             break
     assert number > 50
     assert lz.which("rms_norm", *call)["kernel_id"] == before
+
+
+def test_an_interrupted_choice_leaves_nobody_waiting():
+    class Known(dict):
+        def __setitem__(self, key, flight):
+            super().__setitem__(key, flight)
+            begun.append(flight)
+
+    begun, flights = [], cache.Flights()
+    flights._flights = Known()
+    for number in itertools.count():
+        with contextlib.suppress(KeyboardInterrupt), interrupted(cache.__file__, number) as struck:
+            flights.shared("key", lambda: "plan")
+        assert not flights._flights, number
+        assert not any(each.landed.locked() for each in begun), number
+        if not struck():
+            break
+    assert len(begun) > 5
 
 
 def test_a_scope_is_entered_once_and_decorates_as_often_as_wanted():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
+from drawing import examples
 from layerzero.core.arguments import told
 from layerzero.core.errors import LayerZeroError
 from layerzero.engine.dispatch import ENGINE
@@ -39,7 +40,7 @@ PLACES = [
 
 
 @pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")  # that a reference runs
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(place=st.sampled_from(PLACES), value=VALUES, native=st.booleans())
 def test_whatever_a_number_is_a_call_answers_or_says_what_is_wrong(place, value, native):
     name, operation, parameter = place

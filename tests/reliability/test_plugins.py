@@ -34,6 +34,46 @@ print(lz.doctor().plugin_errors)
 """
 
 
+ASKS = """
+import layerzero as lz
+import __main__
+__main__.begun.set()
+__main__.waits.wait()
+KERNELS = []
+print(len(lz.list_kernels("norm.rms")) > 1)
+"""
+FIRST_CALL_BESIDE_AN_IMPORT = """
+import faulthandler, importlib.metadata, threading
+import torch
+import layerzero as lz
+
+faulthandler.dump_traceback_later(60, exit=True)  # where both wait for each other
+begun, waits, whole = threading.Event(), threading.Event(), importlib.import_module
+
+def imported(name, *given):
+    if name == "plugin_asks":
+        waits.set()
+    return whole(name, *given)
+
+def called():
+    begun.wait()
+    importlib.import_module = importlib.metadata.import_module = imported
+    lz.rms_norm(torch.ones(2, 4), torch.ones(4))
+
+thread = threading.Thread(target=called)
+thread.start()
+import plugin_asks
+thread.join()
+"""
+
+
+def test_a_first_call_beside_the_import_of_a_plugin_that_asks_layerzero(site):
+    """The call held the registry's lock and waited for the import, whose code asked the registry."""
+    site.install(asks=ASKS)
+    ended = site("-c", FIRST_CALL_BESIDE_AN_IMPORT)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
+
+
 @pytest.fixture
 def site(tmp_path):
     """Install plugins by their text; returns a function that runs a script beside them."""

@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import layerzero as lz
+from compiled_norms import compiled_norm
 from layerzero.cli.app import main
 from layerzero.core.device import Device
 from layerzero.core.evidence import Measurement
@@ -25,15 +26,7 @@ CALL = torch.empty(8, 64), torch.empty(64)
 @pytest.fixture
 def called(monkeypatch):
     """One call was made here; torch's own kernel takes 30 us, and one that nobody built 10."""
-    kernel = lz.Kernel(
-        id="mine.compiled",
-        operations=("norm.rms",),
-        backend=lz.Backend("mine", "compiles", origin="code"),
-        load=lambda _: None,
-        accepts=("eps",),
-        jit=True,
-    )
-    lz.register_backend([kernel])
+    compiled_norm(lambda _: None)
     facts = lz.facts("rms_norm", *CALL)
     monkeypatch.setattr(type(ENGINE.ledger), "calls", lambda _: [(1, CallRecipe.of(facts))])
     for name, us in (("torch.rms_norm", 30.0), ("mine.compiled", 10.0)):

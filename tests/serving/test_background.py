@@ -42,6 +42,16 @@ def test_a_call_does_not_wait_and_the_kernel_takes_over(here):
     assert [thread for thread, _ in here.builds] == ["layerzero-building", "MainThread"], "loaded, not built again"
 
 
+def test_a_library_that_exits_as_it_builds_has_failed_and_others_go_on_to_build(here):
+    """As setuptools does where a compiler fails. The thread ended, and held the host's right to build."""
+    here.error = SystemExit("error: command 'cc' failed")
+    here.may.set()
+    build()
+    assert BUILDS._thread.is_alive()
+    assert not BUILDS.host.held
+    assert "command 'cc' failed" in str(BUILDS.failed[0])
+
+
 def test_what_would_not_be_chosen_is_not_built(here):
     build(avoid_sources=["test"])
     assert here.builds == []

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,26 @@ def test_a_library_of_another_environment_runs_there(foreign):
     assert torch.equal(result, rms_norm(rows(), (64,), WEIGHT, 1e-5))
     process = Path(f"/proc/{kernels.LIBRARIES['foreign', foreign].worker.pid}")
     assert foreign in (process / "cmdline").read_text()
+
+
+@pytest.mark.slow
+def test_a_library_is_updated_by_another_environment_while_the_program_runs(foreign, tmp_path):
+    newer, processes = str(environment_of(tmp_path / "newer", "a_foreign_library", "2.2")), []
+    with lz.scope(locks={"norm.rms": "foreign.rms"}):
+        for python in (foreign, newer):
+            lz.configure(**{"isolation.pythons": {"foreign": python}})
+            assert torch.equal(lz.rms_norm(rows(), WEIGHT, 1e-5), rms_norm(rows(), (64,), WEIGHT, 1e-5))
+            process = Path(f"/proc/{kernels.LIBRARIES['foreign', python].worker.pid}")
+            assert python in (process / "cmdline").read_text()
+            processes.append(process)
+        for each in threading.enumerate():
+            if each.name == kernels.ENDING:
+                each.join()
+        assert [each.exists() for each in processes] == [False, True], "the old one ended"
+    newest = str(environment_of(tmp_path / "newest", "a_foreign_library", "3.0"))
+    lz.configure(**{"isolation.pythons": {"foreign": newest}})
+    refused = lz.explain("rms_norm", rows(), WEIGHT).reasons("foreign.rms")
+    assert [each.code for each in refused] == [ReasonCode.VERSION_UNSUPPORTED], "it is looked up there, too"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
 import itertools
 import os
@@ -74,6 +75,23 @@ def _apart(module):
 
 def rows(first: float = 0.5) -> torch.Tensor:
     return torch.full((4, 64), first)
+
+
+def test_a_program_without_an_interpreter_is_told_so(fresh, module, monkeypatch):
+    monkeypatch.setattr("multiprocessing.spawn._python_exe", "")
+    monkeypatch.setattr("sys.executable", "")
+    facts = lz.explain("rms_norm", rows(), WEIGHT).facts
+    with pytest.raises(IsolatedKernelError, match=r"no process of .* could be started.*set_executable"):
+        kernels.IsolatedKernel(module.KERNELS[0], facts)
+
+
+def test_a_process_that_has_no_open_file_left_is_told_so(monkeypatch):
+    def none_left(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("socket.socketpair", none_left)
+    with pytest.raises(IsolatedKernelError, match=r"no process of any could be started.*Too many open files"):
+        Worker("any").start(0, [])
 
 
 @pytest.mark.slow
@@ -332,6 +350,23 @@ def test_each_environment_of_a_library_has_a_cost_of_its_own(module, python, mon
         assert isolation.cost(foreign, current_policy(), lz.Device.detect("cpu")) == cost
     with lz.scope(**{pythons: {"foreign": sys.executable}}):
         assert isolation.cost(foreign, current_policy(), lz.Device.detect("cpu")) == isolation.BEFORE_MEASURED
+
+
+@pytest.mark.usefixtures("module")
+def test_a_process_of_an_environment_that_is_named_no_more_ends_after_its_call(python, monkeypatch):
+    key, ended, settings = ("foreign", str(python)), [], {"isolation.pythons": {"foreign": str(python)}}
+    lz.configure(**settings)
+    monkeypatch.setitem(kernels.LIBRARIES, key, kernels.Library("foreign", 1 << 20, key[1:]))
+    library = kernels.LIBRARIES[key]
+    monkeypatch.setattr(library.worker, "end", lambda: ended.append(key))
+    with library._turn():
+        with lz.scope(**settings):
+            lz.configure(**{"isolation.pythons": {}})
+            assert kernels.LIBRARIES[key] is library, "an open scope names it"
+        lz.configure(deterministic=True)
+        assert key not in kernels.LIBRARIES
+        assert not ended, "it is at a call"
+    assert ended == [key]
 
 
 def test_a_request_that_came_before_is_made_anew_where_its_numbers_mean_something_else():

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import layerzero as lz
+from compiled_norms import compiled_norm, width
 from layerzero.cli.app import main
 from layerzero.core.ledger import Ledger
 from layerzero.engine import probe
@@ -30,22 +31,7 @@ PARTS = (
 def loads():
     """A kernel that compiles for each width, and would be chosen."""
     seen = []
-
-    def load(facts):
-        seen.append(facts.size("hidden"))
-        return lambda input, weight, *, eps: torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
-
-    kernel = lz.Kernel(
-        id="mine.compiled",
-        operations=("norm.rms",),
-        backend=lz.Backend("mine", "compiles", origin="code"),
-        load=load,
-        accepts=("eps",),
-        jit=True,
-        build_key=lambda facts: facts.size("hidden"),
-        priority=90,
-    )
-    lz.register_backend([kernel])
+    compiled_norm(seen.append, build_key=width, priority=90)
     lz.configure(allow=["mine", "torch"])
     return seen
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import pytest
 import torch
 
 import layerzero as lz
+from compiled_norms import compiled_norm
 from layerzero.serving import warmup
 
 
 @pytest.fixture
 def compiled():
     loads = []
-
-    def load(facts):
-        loads.append(facts.size("hidden"))
-
-        def norm(input, weight, *, eps):
-            return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
-
-        return norm
-
-    backend = lz.Backend("mine", "compiles", origin="code")
-    kernel = lz.Kernel(
-        id="mine.compiled", operations=("norm.rms",), backend=backend, load=load, accepts=("eps",), jit=True
-    )
-    lz.register_backend([kernel])
+    compiled_norm(loads.append)
     lz.configure(allow=["mine", "torch"])
     return loads
 
@@ -178,3 +167,19 @@ def test_what_warmup_did_is_told_in_lines():
         "not for this device: 1 kernels that compile",
     ]
     assert str(warmup.Warmed()) == "nothing had to be built"
+
+
+def _closed():
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [None, object(), _closed()], ids=["none", "another", "closed"])
+def test_a_service_has_no_error_stream(monkeypatch, stream):
+    """A daemon starts without one, ``pythonw`` and some notebooks, too; nothing that shows progress may need it."""
+    monkeypatch.setattr("sys.stderr", stream)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8)).eval()
+    assert lz.optimize(model, (torch.ones(2, 8),), budget_s=1)
+    with lz.scope(log_selections=True):
+        lz.rms_norm(torch.ones(3, 24), torch.ones(24))

@@ -1,7 +1,8 @@
-"""The check of a handle that advances: it changes what the handle was made of into another legal call."""
+"""Checks of how a kernel runs: a handle that advances into another legal call, and threads that cannot all begin."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -107,3 +108,26 @@ def test_starts_of_tokens_stay_where_they_are(monkeypatch, name, kernel):
     given = CheckSetting(operation, torch.float32, "cpu", None).attempt(REGISTRY.kernel(kernel), operation.cases[0])
     assert execution.advanced(given).status == "passed"
     assert torch.equal(seen[0].arguments["cu_seqlens_q"], given.call.arguments["cu_seqlens_q"])
+
+
+def test_threads_that_began_do_not_wait_for_one_that_cannot_begin(monkeypatch):
+    """Where the system gives no more threads, the check says so: it hung."""
+    start, begun = threading.Thread.start, []
+
+    def limited(thread):
+        begun.append(thread)
+        if len(begun) == execution.THREADS:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    class Short(threading.Barrier):
+        def __init__(self, parties, timeout):
+            super().__init__(parties, timeout=timeout / 1e3)
+
+    monkeypatch.setattr(threading, "Barrier", Short)
+    operation = REGISTRY.operation("norm.rms")
+    setting, kernel = CheckSetting(operation, torch.float32, "cpu", ""), REGISTRY.kernel("torch.rms_norm")
+    given = setting.attempt(kernel, operation.cases[0])
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        execution.threads(kernel, setting, operation.cases[0], given)

@@ -320,3 +320,37 @@ def test_a_check_that_finds_no_memory_for_itself_says_nothing_of_the_kernel(erro
     conformance._run(conformance.KernelCheck("small", play), job, Tell(said.append))
     assert said[-1].value.status == status
     assert said[-1].value.message.startswith("the check itself raised")
+
+
+@pytest.mark.parametrize(("named", "frozen", "why"), [
+    ("", False, "wanted a Python interpreter for child processes, got none"),
+    ("/nowhere/python", False, "No such file"),
+    (sys.executable, True, "got a program with Python inside it"),
+])  # fmt: skip
+def test_where_no_child_can_be_started_all_is_given_up(monkeypatch, named, frozen, why):
+    """A program with Python inside it has no interpreter, or would start itself again, which would do the same."""
+    monkeypatch.setattr(process.multiprocessing.spawn, "_python_exe", named)
+    monkeypatch.setattr(sys, "executable", named and sys.executable)
+    monkeypatch.setattr(sys, "frozen", frozen, raising=False)
+    asked = Asker(task("answer"), task("steps"), task("answer", lane="another")).run(at_once=2)
+    ends = [end for all_of in asked.ended.values() for end in all_of]
+    assert [(end.kind, end.started, end.verdict) for end in ends] == [("not begun", False, None)] * 3
+    assert all(why in str(end) and str(end).startswith("no child process could be started") for end in ends)
+    assert asked.found == []
+
+
+def test_a_program_without_an_interpreter_may_name_one_at_any_time(monkeypatch):
+    monkeypatch.setattr(process.multiprocessing.spawn, "_python_exe", None)  # as multiprocessing was imported
+    monkeypatch.setattr(sys, "executable", "/opt/python")
+    assert process.interpreter() == "/opt/python"
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(process.multiprocessing.spawn, "_python_exe", os.path.realpath("/proc/self/exe"))
+    with pytest.raises(OSError, match="got a program with Python inside it"):
+        process.interpreter()
+
+
+def test_a_program_names_the_interpreter_of_its_children(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(sys, "executable", "/opt/program")
+    monkeypatch.setattr(process.multiprocessing.spawn, "_python_exe", b"/opt/python")
+    assert process.interpreter() == "/opt/python"

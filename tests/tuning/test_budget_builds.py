@@ -11,6 +11,7 @@ from torch.nn.functional import rms_norm
 
 import layerzero as lz
 from clock import Clock
+from compiled_norms import compiled_norm
 from layerzero.core.evidence import Measurement
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import BuildOutcome
@@ -33,26 +34,7 @@ from others import OTHERS
 def compiled():
     """A kernel that compiles, which a child may build."""
     built, loaded = [], []
-
-    def load(facts):
-        loaded.append(facts.size("hidden"))
-
-        def norm(input, weight, *, eps):
-            return rms_norm(input, weight.shape, weight, eps)
-
-        return norm
-
-    kernel = lz.Kernel(
-        id="mine.compiled",
-        operations=("norm.rms",),
-        backend=lz.Backend("mine", "compiles", origin="code"),
-        load=load,
-        accepts=("eps",),
-        jit=True,
-        build_key=lambda facts: facts.size("hidden"),
-        prebuilt=lambda facts: facts.size("hidden") in built,
-    )
-    lz.register_backend([kernel])
+    compiled_norm(loaded.append, built=built)
     return built, loaded
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import rms_norm
 
 import layerzero as lz
 from clock import Clock
+from compiled_norms import compiled_norm
 from layerzero.engine.jit import BuildOutcome
 from layerzero.tuning.measurement import comparison, loop
 from layerzero.tuning.measurement import contest as contests
@@ -158,25 +158,10 @@ def compiled():
     """A kernel that compiles, which a child may build, with the sizes for which it is built."""
     built = []
 
-    def load(facts):
-        assert facts.size("hidden") in built, "it compiled in this process"
+    def loads(size):
+        assert size in built, "it compiled in this process"
 
-        def norm(input, weight, *, eps):
-            return rms_norm(input, weight.shape, weight, eps)
-
-        return norm
-
-    kernel = lz.Kernel(
-        id="mine.compiled",
-        operations=("norm.rms",),
-        backend=lz.Backend("mine", "compiles", origin="code"),
-        load=load,
-        accepts=("eps",),
-        jit=True,
-        build_key=lambda facts: facts.size("hidden"),
-        prebuilt=lambda facts: facts.size("hidden") in built,
-    )
-    lz.register_backend([kernel])
+    compiled_norm(loads, built=built)
     return built
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -117,6 +118,30 @@ def test_times_of_the_present_condition_decide_where_several_kernels_have_them()
     for other in ("load=high", "load=medium", ""):
         assert weighed(times, present=lambda state=other: state)["two"].time_us == 20.0
     assert weighed(times[:2], present=pytest.fail)["one"].time_us == 10.0  # one condition: nobody looks
+
+
+def test_a_time_of_another_condition_is_moved_by_what_kernels_with_both_took():
+    hot, cold = "temperature=hot", "temperature=cold"
+    times = [taken("one", cold, 10.0), taken("two", cold, 20.0), taken("three", cold, 12.0)]
+    times += [taken("one", hot, 12.0), taken("two", hot, 24.0)]  # by the factor 1.2
+    found = weighed(times, present=lambda: hot)
+    assert found["three"].cost_us == pytest.approx(14.4)
+    assert found["three"].time_us == 12.0, "as it was measured"
+    assert found["three"].confidence < found["one"].confidence
+    others = [msgspec.structs.replace(each, kernel=f"other {each.kernel}") for each in times[3:]]
+    alone = weighed([times[0], *others], present=lambda: hot)
+    assert alone["one"].cost_us == 10.0, "no kernel tells"
+
+
+def test_what_moves_a_time_is_measured_alike_and_by_the_same_machine():
+    hot, cold = "temperature=hot", "temperature=cold"
+    times = [taken("one", cold, 60.0), taken("two", cold, 70.0), taken("three", cold, 65.0)]
+    apart = [msgspec.structs.replace(taken(each.kernel, hot, each.median_us), device_us=10.0) for each in times[:2]]
+    found = weighed([*times, *apart], present=lambda: hot)
+    assert found["three"].cost_us == 65.0, "a part of a time is not compared with the whole of another"
+    elsewhere = [msgspec.structs.replace(each, source="another") for each in (apart[0], taken("two", hot, 700.0))]
+    found = weighed([*times, *elsewhere], present=lambda: hot)
+    assert [found[name].cost_us for name in ("one", "two", "three")] == [60.0, 70.0, 65.0]
 
 
 def test_the_present_condition_is_read_at_most_twice_a_minute(monkeypatch):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from one_time import right
 
 import layerzero as lz
+from drawing import examples
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.ledger import Ledger, Verdict, class_text
 from layerzero.core.recipe import CallRecipe
@@ -302,7 +303,7 @@ def test_two_processes_at_once_disturb_nothing(tmp_path, kernel, monkeypatch):
 # making a call again
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(number=st.integers(0, 10_000))
 @example(number=6186)  # a packed weight that may not be dense, of an operation whose weights may be
 def test_a_call_that_is_made_again_has_the_same_facts(number):

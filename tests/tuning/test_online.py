@@ -48,6 +48,22 @@ def kept_plans():
     return list(CALLS["rms_norm"].dispatcher.cache.current.values())
 
 
+def test_samples_behind_one_that_cannot_be_read_are_read_next(sampler):
+    def lost():
+        raise RuntimeError("planted")
+
+    lz.configure(sampling_rate=1.0)
+    for _ in range(online.FIRST + 2):
+        lz.rms_norm(X, W)
+    sampler._waiting[0].time_us = lost
+    sampler._wake.clear()
+    with pytest.raises(RuntimeError, match="planted"):
+        sampler.read()
+    assert sampler._wake.is_set()
+    sampler.read()
+    assert sampler.taken == 1
+
+
 def test_nothing_is_added_to_a_plan_while_it_is_off(sampler):
     lz.rms_norm(X, W)
     (plan,) = kept_plans()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from one_time import TIME, facts, fresh, times
 
 import layerzero as lz
+from drawing import examples
 from layerzero.core.evidence import Provenance, call_work
 from layerzero.core.ledger import Ledger
 from layerzero.engine import order
@@ -28,7 +29,7 @@ PARTS = st.tuples(st.floats(1.0, 500.0), st.floats(1.0, 500.0), st.floats(1.0, 1
 """What the device and the host of a call take, and how much longer it was waited for."""
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), st.tuples(PARTS, st.sampled_from([8, 16])), min_size=1), st.booleans())
 def test_what_is_told_as_measured_is_a_row_that_was_recorded(kernels, drawn, capturing):
     """Whatever stands beside it: what decides depends on the others, and has a name of its own."""
@@ -262,7 +263,7 @@ def no_priors(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_priors")
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.integers(0, 10**6), second=st.integers(0, 10**6), same=st.booleans())
 def test_a_time_is_read_under_the_same_work_and_never_under_another(tmp_path_factory, first, second, same):
     lz.configure(perfdb={"path": str(tmp_path_factory.mktemp("perfdb") / "times.sqlite")})

@@ -132,6 +132,15 @@ def test_a_question_without_sense_is_an_error(arguments, text):
     assert text in answer.stderr
 
 
+def test_functions_refuse_names_of_no_kernel_too():
+    with pytest.raises(ValueError, match="vet: backends: wanted a library or kernel, got 'nobody', which names none"):
+        lz.vet("rms_norm", backends=["nobody"])
+    with pytest.raises(TypeError, match=r"vet: kernels: wanted a list .*got 'torch\.rms_norm'; pass \['torch"):
+        lz.vet("rms_norm", kernels="torch.rms_norm")
+    with pytest.raises(ValueError, match=r"tune: leave_out: .* 'torhc', which names none here"):
+        lz.tune("rms_norm", [(4, 64)], leave_out=["torhc"])
+
+
 @proven
 def test_declared_kernels_are_never_asked_about_unless_named():
     assert lz.vet() == ()

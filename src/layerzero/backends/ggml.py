@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.grouped_weights import ROUNDING_GGUF
+from layerzero.backends.torch.quantized_linear import unhidden
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
@@ -211,7 +212,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
     def product(weight: Tensor, rows: Tensor) -> Tensor:
         divisors = [_divisor(each) for each in rows.abs().amax(-1).tolist()] if half else []
         if all(each == 1 for each in divisors):
-            return here.products(kind, weight, rows)
+            output = here.products(kind, weight, rows)
+            return output if half else unhidden(output, rows)
         divisor = rows.new_tensor(divisors).unsqueeze(-1)
         return here.products(kind, weight, rows / divisor).mul_(divisor)
 

@@ -186,11 +186,17 @@ def wide_product(one: Tensor, other: Tensor, total: Tensor | None = None) -> Ten
 
 
 def over_chunks(
-    chunk: Chunk, hidden: Tensor, weight: Tensor, needed: Needed, cut: Sizes
+    chunk: Chunk,
+    hidden: Tensor,
+    weight: Tensor,
+    needed: Needed,
+    cut: Sizes,
+    whole: Callable[..., Any] = lambda *rows: rows,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The loss of each row, and those gradients of the sum of all losses that are needed: of rows, weight and bias.
 
-    Gradients of weight and bias are added up in float32 or wider, and rounded once.
+    Gradients of weight and bias are added up in float32 or wider, and rounded once. ``whole`` fills up rows of a
+    product where a CPU reads over their ends.
 
     Shapes: hidden (T, D), weight (V, D) → (T,), (T, D), (V, D), (V,)
     """
@@ -209,7 +215,8 @@ def over_chunks(
             continue
         made = room[: block.stop - first]
         if of_hidden is not None:
-            torch.mm(made, weight, out=of_hidden[block])
+            slopes, columns = whole(made, weight.t())
+            torch.mm(slopes, columns.t(), out=of_hidden[block])
         if needed[1]:
             alone = cut.block >= rows  # the product adds up in float32 itself, and rounds
             of_weight = torch.mm(made.t(), hidden) if alone else wide_product(made.t(), hidden[block], of_weight)

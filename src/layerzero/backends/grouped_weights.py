@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.moe import load_each
-from layerzero.backends.torch.quantized_linear import on_boundary
+from layerzero.backends.torch.quantized_linear import on_boundary, unhidden
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -100,7 +100,7 @@ def formed(pack: Pack, weight: QuantizedWeight, *, of_codes: bool) -> tuple[tupl
 
 
 def _load(
-    facts: Facts, owner: str, parts: Parts, *, of_codes: bool, batch_invariant: bool = False
+    facts: Facts, owner: str, parts: Parts, *, of_codes: bool, rounds: bool = False, batch_invariant: bool = False
 ) -> Callable[..., Any]:
     pack, product = parts(facts)
     call = of_call(owner, facts)
@@ -130,6 +130,8 @@ def _load(
             rows, order = rotated(rows, rotation, None if batch_invariant else order), None
         rows = rows.contiguous() if order is None else rows.index_select(1, order)
         output = product(rows, form)
+        if rounds:
+            output = unhidden(output, rows)
         if bias is not None:
             output = output.add_(bias)
         return output if ndim == 2 else output.view(*input.shape[:-1], -1)
@@ -188,6 +190,7 @@ def grouped(
             owner=kernel_id,
             parts=parts,
             of_codes=of_codes and operation == "group",
+            rounds=changes.get("operations") in (ROUNDING, ROUNDING_GGUF),
             batch_invariant=bool(changes.get("batch_invariant")),
         ),
         "accepts": ("weight_format", "bias", *optional.get(operation, ()), "packed"),

@@ -52,6 +52,7 @@ from torch.autograd.graph import increment_version
 
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, Product, grouped
 from layerzero.backends.shape_cache import small_alone
+from layerzero.backends.torch.quantized_linear import unhidden
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Backend, Release
@@ -139,7 +140,8 @@ def _load_sdpa(facts: Facts) -> Callable[..., Any]:
         seq_k = key.shape[2]
         if attn_mask is not None and attn_mask.shape[-1] != seq_k:  # raises for a last axis to broadcast; others work
             attn_mask = attn_mask.expand(*attn_mask.shape[:-1], seq_k)
-        if (drops_nan or attn_mask is not None) and not math.isfinite(query.sum() + key.sum()):
+        broken = (drops_nan or attn_mask is not None) and not math.isfinite(query.sum() + key.sum())
+        if broken or (attn_mask is not None and bool(attn_mask.isnan().any())):
             return _reference(query, key, value, causal=causal, scale=scale, attn_mask=attn_mask)
         with _ONE_AT_A_TIME:
             return operator(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
@@ -191,6 +193,14 @@ _FUSED: dict[str | None, str] = {None: "none", "gelu": "gelu_erf", "gelu_tanh": 
 """Its names of what it applies rightly."""
 
 
+def _odd(facts: Facts) -> Reason | None:
+    """It multiplies pairs: an infinity in a row of an odd number made its results NaN (Xeon with AMX, 2026-11-29)."""
+    for name in ("in_features", "inner_features") if facts["dtype"] is torch.bfloat16 else ():
+        if facts.get(name) is not None and facts.size(name) % 2:
+            return Reason(ReasonCode.CONSTRAINT_FAILED, name, "an even number", facts.size(name))
+    return None
+
+
 def _packing() -> Pack:
     return with_size(operators().zentorch_weight_prepack_for_linear.default)
 
@@ -227,8 +237,7 @@ def _load_int8(facts: Facts) -> Callable[..., Any]:
     ) -> Tensor:
         scales = weight_scale.reshape(-1).expand(outputs).contiguous()
         form = packed.form("zentorch.int8", pack)
-        output: Tensor = operator(input, form, scales, bias, is_weight_prepacked=True)
-        return output
+        return unhidden(operator(input, form, scales, bias, is_weight_prepacked=True), input)
 
     return run
 
@@ -299,7 +308,14 @@ KERNELS = (
         folds=("causal", "attn_mask", "window", "alibi_slopes"),
         priority=45,
     ),
-    *packed_blocks.kernels("zentorch.", _product, _times, (VECTORS, BFLOAT16, DTYPES), backend=ZENTORCH, priority=60),
+    *packed_blocks.kernels(
+        "zentorch.",
+        _product,
+        _times,
+        (VECTORS, BFLOAT16, DTYPES, limit.Custom("bfloat16: even numbers of features", _odd)),
+        backend=ZENTORCH,
+        priority=60,
+    ),
     ZENTORCH.kernel(
         "zentorch.int8_linear_packed",
         QUANTIZED["int8"].name,

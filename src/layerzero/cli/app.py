@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from layerzero.cli import calls, checks, deployment, perfdb_exchange, plans
-from layerzero.cli.calls import CallFlags, ExplainFlags, command
+from layerzero.cli.calls import CallFlags, ExplainFlags, argument, command, flag, option
 from layerzero.cli.output import (
     FINE,
     NO,
@@ -58,7 +58,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")]
+Version = Annotated[bool, flag("--version", "Print the version.", is_eager=True, callback=_version)]
 
 
 @main.callback()
@@ -68,10 +68,8 @@ def options(version: Version = False) -> None:
 
 @main.command("demo", "demo", 'demo --text "Where is my parcel?" --repeat 50', "demo --json")
 def demo(
-    text: Annotated[
-        list[str] | None, typer.Option(metavar="SENTENCE", help="A sentence to embed; give it again for more.")
-    ] = None,
-    repeat: Annotated[int, typer.Option(metavar="N", help="Timed runs of each model.", min=1)] = 20,
+    text: Annotated[list[str] | None, option("SENTENCE", "A sentence to embed; give it again for more.")] = None,
+    repeat: Annotated[int, option("N", "Timed runs of each model.", min=1)] = 20,
     json: AsJson = False,
 ) -> Answer:
     """Run an encoder and a decoder, stock, with LayerZero's attention, and optimised.
@@ -117,31 +115,27 @@ main.command(
     "doctor --confirm --module my_kernels",
 )
 def doctor(
-    load: Annotated[bool, typer.Option("--load", help="Also load every library, so that broken ones show.")] = False,
+    load: Annotated[bool, flag("--load", "Also load every library, so that broken ones show.")] = False,
     confirm: Annotated[
-        bool, typer.Option("--confirm", help="First run every suspect in a child process: cleared, or banned.")
+        bool, flag("--confirm", "First run every suspect in a child process: cleared, or banned.")
     ] = False,
-    again: Annotated[bool, typer.Option("--again", help="With --confirm: run the banned as well.")] = False,
+    again: Annotated[bool, flag("--again", "With --confirm: run the banned as well.")] = False,
     module: Annotated[
-        list[str] | None,
-        typer.Option("--module", metavar="MODULE", help="With --confirm: import this, which registers kernels."),
+        list[str] | None, option("MODULE", "With --confirm: import this, which registers kernels.", "--module")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if there are issues.")] = False,
+    strict: Annotated[bool, flag("--strict", "Exit with 1 if there are issues.")] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also list each library that is not installed or made for other hardware.")
+        bool, flag("--all", "Also list each library that is not installed or made for other hardware.")
     ] = False,
     asked_for: Annotated[
-        str | None,
-        typer.Option(
-            "--for", metavar="SET", help="Tell what each operation of decoders, encoders, … has here, on one screen."
-        ),
+        str | None, option("SET", "Tell what each operation of decoders, encoders, … has here, on one screen.", "--for")
     ] = None,
 ) -> Answer:
     """Diagnose this machine and its libraries.
 
-    Lists devices, libraries that are here, why each unusable one is unusable, kernels that failed, and what to do about
-    it; then what is built in the background, and at the end at most five lines that say what would make calls faster
-    here. Libraries that are not installed, and those for other hardware, are counted.
+    Lists devices, installed libraries, why any of them is unusable, kernels that failed, and what to do. Builds in the
+    background follow. At most five lines at the end say what would make calls faster here. Libraries that are not
+    installed, and those for other hardware, are counted.
     """
     from layerzero.cli import doctor as screen
     from layerzero.inspection.diagnosis import doctor as diagnose
@@ -176,16 +170,12 @@ def doctor(
     modules=True,
 )
 def kernels(
-    operation: Annotated[
-        str | None, typer.Argument(metavar="OPERATION", help="An operation, function, alias or glob.")
-    ] = None,
+    operation: Annotated[str | None, argument("OPERATION", "An operation, function, alias or glob.")] = None,
     descriptor: Annotated[
-        bool, typer.Option("--descriptor", help="Print what is declared as capability descriptors, in JSON.")
+        bool, flag("--descriptor", "Print what is declared as capability descriptors, in JSON.")
     ] = False,
-    backend: Annotated[str | None, typer.Option(metavar="NAME", help="Only kernels of this library.")] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also list each kernel that is made for other hardware.")
-    ] = False,
+    backend: Annotated[str | None, option("NAME", "Only kernels of this library.")] = None,
+    everything: Annotated[bool, flag("--all", "Also list each kernel that is made for other hardware.")] = False,
 ) -> Answer:
     """List kernels, their limits, and what is installed.
 
@@ -234,14 +224,14 @@ def config_keys() -> Answer:
     from layerzero.engine.settings import SETTINGS
 
     data = {
-        key: {"type": listing.kind(each.kind), "default": each.default, "meaning": each.meaning, "built": each.built}
+        key: {"type": listing.kind(each.kind), "default": each.default, "meaning": each.meaning}
         for key, each in SETTINGS.items()
     }
     return Answer(data, lambda: listing.keys(SETTINGS))
 
 
 @config.command("check", "config check layerzero.yaml")
-def config_check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YAML file of settings.")]) -> Answer:
+def config_check(file: Annotated[Path, argument("FILE", "A YAML file of settings.")]) -> Answer:
     """Check a file of settings.
 
     Exits with 1 if a key, a value, or the name of a kernel, operation or fact in it is wrong.
@@ -254,9 +244,7 @@ def config_check(file: Annotated[Path, typer.Argument(metavar="FILE", help="A YA
 
 
 @descriptor.command("check", "descriptor check torch.json")
-def descriptor_check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A JSON file with a capability descriptor.")],
-) -> Answer:
+def descriptor_check(file: Annotated[Path, argument("FILE", "A JSON file with a capability descriptor.")]) -> Answer:
     """Check a capability descriptor.
 
     Exits with 1 if a field, a value, or the name of a kernel or operation in it is wrong; every problem is listed.

@@ -50,8 +50,8 @@ def answer(flags: BenchFlags) -> Answer:
     deadline = deadline_of(flags.budget_s)
     if flags.plot is not None or flags.html is not None:
         check(flags.plot, flags.html)
-    listing.kernels_exist(flags.kernel)
-    listing.kernels_exist(flags.without, "--without")
+    REGISTRY.check_named(flags.kernel)
+    REGISTRY.check_named(flags.without, "--without")
     compared = (_compared_plain if covers_plain(flags.operation) else _compared)(flags, deadline)
     found = compared.found
     bad = not found or any(line.status in (Status.WRONG, Status.FAILED) for each in found for line in each.lines)

@@ -17,6 +17,21 @@ NONE: Any = ()
 """The default of an option that may be given several times, of which typer makes a list."""
 
 
+def option(metavar: str, meaning: str, *names: str, **more: Any) -> Any:
+    """An option that takes a value; its name is that of its parameter unless it has others."""
+    return typer.Option(*names, metavar=metavar, help=meaning, **more)
+
+
+def flag(name: str, meaning: str, **more: Any) -> Any:
+    """An option that is given or not."""
+    return typer.Option(name, help=meaning, **more)
+
+
+def argument(metavar: str, meaning: str) -> Any:
+    """What stands behind a command without a name."""
+    return typer.Argument(metavar=metavar, help=meaning)
+
+
 def command(flags: type, answer: str) -> Callable[..., Answer]:
     """Make a command of a dataclass of its flags, whose docstring is the help.
 
@@ -37,65 +52,42 @@ def command(flags: type, answer: str) -> Callable[..., Answer]:
 class CallFlags:
     """Print the id of the kernel that a call gets. Takes the options of explain."""
 
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="A function (attention), operation (norm.rms) or alias (attention.causal)."
-        ),
-    ]
+    name: Annotated[str, argument("NAME", "A function (attention), operation (norm.rms) or alias (attention.causal).")]
     shape: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZES", help="Shape of the query or the input, as 1x2048x32x128; weights, keys and values follow."
-        ),
+        option("SIZES", "Shape of the query or the input, as 1x2048x32x128; weights, keys and values follow."),
     ] = None
-    kv_shape: Annotated[
-        str | None, typer.Option(metavar="SIZES", help="Shape of key and value; by default that of the query.")
-    ] = None
-    case: Annotated[
-        str | None, typer.Option(metavar="NAME", help="A named case in place of --shape; see `operations`.")
-    ] = None
+    kv_shape: Annotated[str | None, option("SIZES", "Shape of key and value; by default that of the query.")] = None
+    case: Annotated[str | None, option("NAME", "A named case in place of --shape; see `operations`.")] = None
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype", metavar="DTYPE", help="Dtype of the tensors; by default float32 on a CPU, bfloat16 elsewhere."
-        ),
+        str | None, option("DTYPE", "Dtype of the tensors; by default float32 on a CPU, bfloat16 elsewhere.", "--dtype")
     ] = None
-    layout: Annotated[str | None, typer.Option(metavar="BSHD|BHSD", help="Layout of attention's tensors.")] = None
-    causal: Annotated[
-        bool | None, typer.Option("--causal/--no-causal", help="Hide keys in the future; the default.")
-    ] = None
+    layout: Annotated[str | None, option("BSHD|BHSD", "Layout of attention's tensors.")] = None
+    causal: Annotated[bool | None, flag("--causal/--no-causal", "Hide keys in the future; the default.")] = None
     params: Annotated[
         list[str],
-        typer.Option(
-            "--param",
-            metavar="NAME=VALUE",
-            help="A further argument: window=128,0 softcap=30.0 return_lse=true; a tensor as SHAPE[:DTYPE]: "
+        option(
+            "NAME=VALUE",
+            "A further argument: window=128,0 softcap=30.0 return_lse=true; a tensor as SHAPE[:DTYPE]: "
             "attn_mask=1x1x8x8:bool. Again for more.",
+            "--param",
         ),
     ] = NONE
     device: Annotated[
         str | None,
-        typer.Option(
-            "--device",
-            metavar="DEVICE",
-            help="cpu or cuda:0 for this machine's, or the name of any other: H100, MI300X, ...",
-        ),
+        option("DEVICE", "cpu or cuda:0 for this machine's, or the name of any other: H100, MI300X, ...", "--device"),
     ] = None
     installed: Annotated[
-        list[str],
-        typer.Option("--with", metavar="LIBRARY=VERSION", help="Pretend that a library is installed. Again for more."),
+        list[str], option("LIBRARY=VERSION", "Pretend that a library is installed. Again for more.", "--with")
     ] = NONE
     missing: Annotated[
-        list[str],
-        typer.Option("--without", metavar="LIBRARY", help="Pretend that a library is absent. Again for more."),
+        list[str], option("LIBRARY", "Pretend that a library is absent. Again for more.", "--without")
     ] = NONE
     settings: Annotated[
-        list[str],
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting for this question, as in a file. Again for more."),
+        list[str], option("KEY=VALUE", "A setting for this question, as in a file. Again for more.", "--set")
     ] = NONE
-    grad: Annotated[bool, typer.Option("--grad", help="Gradients are needed.")] = False
-    capturing: Annotated[bool, typer.Option("--capturing", help="A CUDA graph is being captured.")] = False
+    grad: Annotated[bool, flag("--grad", "Gradients are needed.")] = False
+    capturing: Annotated[bool, flag("--capturing", "A CUDA graph is being captured.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +98,11 @@ class ExplainFlags(CallFlags):
     runs.
     """
 
-    everything: Annotated[
-        bool, typer.Option("--all", help="Also list each kernel that is made for other hardware.")
-    ] = False
+    everything: Annotated[bool, flag("--all", "Also list each kernel that is made for other hardware.")] = False
 
 
-ManifestFile = Annotated[
-    Path | None, typer.Option("--manifest", metavar="FILE", help="A workload that lz.record wrote.")
-]
-Model = Annotated[
-    str,
-    typer.Option("--model", metavar="NAME", help="What the manifest must have been recorded of; another is an error."),
-]
+ManifestFile = Annotated[Path | None, option("FILE", "A workload that lz.record wrote.", "--manifest")]
+Model = Annotated[str, option("NAME", "What the manifest must have been recorded of; another is an error.", "--model")]
 
 
 def device_here(text: str | None) -> str | None:
@@ -133,38 +118,29 @@ def device_here(text: str | None) -> str | None:
 
 
 Where = Annotated[
-    str | None,
-    typer.Option(
-        "--device", metavar="DEVICE", help="Where; a GPU where there is one, else the CPU.", callback=device_here
-    ),
+    str | None, option("DEVICE", "Where; a GPU where there is one, else the CPU.", "--device", callback=device_here)
 ]
-Threads = Annotated[
-    int | None, typer.Option("--threads", metavar="N", help="Threads on a CPU; by default as torch has them.", min=1)
-]
-Kernels = Annotated[
-    list[str],
-    typer.Option("--kernel", metavar="KERNEL", help="These kernels only: id, glob or library; again for more."),
-]
+Threads = Annotated[int | None, option("N", "Threads on a CPU; by default as torch has them.", "--threads", min=1)]
+Kernels = Annotated[list[str], option("KERNEL", "These kernels only: id, glob or library; again for more.", "--kernel")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _CallsToRun:
     """Which calls, and where."""
 
-    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")] = "*"
+    operation: Annotated[str, argument("OPERATION", "A function, operation, alias or glob.")] = "*"
     shapes: Annotated[
         list[str],
-        typer.Option(
-            metavar="SIZES",
-            help="Shape of the query or input, 1x2048x32x128; with :1x2048x8x128 for other keys; with commas or again "
+        option(
+            "SIZES",
+            "Shape of the query or input, 1x2048x32x128; with :1x2048x8x128 for other keys; with commas or again "
             "for more.",
         ),
     ] = NONE
     manifest: ManifestFile = None
     device: Where = None
     param: Annotated[
-        list[str],
-        typer.Option(metavar="NAME=VALUE", help="A parameter of the operation, in every call. Again for more."),
+        list[str], option("NAME=VALUE", "A parameter of the operation, in every call. Again for more.")
     ] = NONE
     module: Modules = None
     json: AsJson = False
@@ -176,25 +152,19 @@ class _CallsToTime(_CallsToRun):
 
     dtype: Annotated[
         str | None,
-        typer.Option(
-            "--dtype", metavar="DTYPE", help="With commas for more; by default bfloat16, on a CPU float32 and bfloat16."
-        ),
+        option("DTYPE", "With commas for more; by default bfloat16, on a CPU float32 and bfloat16.", "--dtype"),
     ] = None
-    layout: Annotated[
-        str | None, typer.Option("--layout", metavar="LAYOUT", help="BSHD or BHSD of attention, NHD or HND of a cache.")
-    ] = None
+    layout: Annotated[str | None, option("LAYOUT", "BSHD or BHSD of attention, NHD or HND of a cache.", "--layout")] = (
+        None
+    )
     threads: Threads = None
     samples: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Samples of each kernel; by default the setting tune_samples.", min=3),
+        int | None, option("N", "Samples of each kernel; by default the setting tune_samples.", min=3)
     ] = None
-    without: Annotated[
-        list[str], typer.Option(metavar="KERNEL", help="Leave this library or kernel glob out. Again for more.")
-    ] = NONE
+    without: Annotated[list[str], option("KERNEL", "Leave this library or kernel glob out. Again for more.")] = NONE
 
     @property
     def dtypes(self) -> list[str] | None:
-        """The dtypes that were named."""
         return self.dtype.split(",") if self.dtype else None
 
 
@@ -209,19 +179,15 @@ class TuneFlags(_CallsToTime):
     alone: what their kernels are measured for.
     """
 
-    cases: Annotated[
-        bool, typer.Option("--cases", help="The operations' own cases; `layerzero operations` lists them.")
-    ] = False
+    cases: Annotated[bool, flag("--cases", "The operations' own cases; `layerzero operations` lists them.")] = False
     model: Model = ""
-    budget_s: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="End after so long; a second run goes on.", min=0)
-    ] = None
-    again: Annotated[bool, typer.Option("--again", help="Measure what is known, too.")] = False
-    graph: Annotated[bool, typer.Option("--graph", help="Time replays of CUDA graphs, not eager calls.")] = False
-    no_isolation: Annotated[
-        bool, typer.Option("--no-isolation", help="Run what is new on this machine in this very process.")
-    ] = False
-    everything: Annotated[bool, typer.Option("--all", help="Show each call, not only those that changed.")] = False
+    budget_s: Annotated[float | None, option("SECONDS", "End after so long; a second run goes on.", min=0)] = None
+    again: Annotated[bool, flag("--again", "Measure what is known, too.")] = False
+    graph: Annotated[bool, flag("--graph", "Time replays of CUDA graphs, not eager calls.")] = False
+    no_isolation: Annotated[bool, flag("--no-isolation", "Run what is new on this machine in this very process.")] = (
+        False
+    )
+    everything: Annotated[bool, flag("--all", "Show each call, not only those that changed.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,35 +197,30 @@ class BenchFlags(_CallsToTime):
     Without --shapes or --manifest: the operations' own cases, those first that tell most of models. With --kernel and
     without --dtype: the usual dtypes that these kernels take. Each result is printed as it comes. The end says which
     kernel is fastest where, what that gains over torch's own function, what LayerZero chooses now, and what time did
-    not suffice for. With --all, or where it fits on a screen, each call has a table: median, p95 and noise, GB/s,
-    TFLOP/s and the share of what this machine's copy and matrix product reach, speed against torch's own function,
-    distance from the reference in float64, what LayerZero chooses, and why other kernels are refused. On a GPU there is
-    the device's own time, too: of replays of a CUDA graph that holds many calls, which find their tensors outside of
-    the L2 cache (cold) or, where a call is too small for that, in it (warm); a kernel that cannot be captured says why
-    and has the time of one launch between two events. With --timed device, order, rates and speed go by it. Times are
-    not remembered. A kernel that gives a wrong result is banned until its library has another version or `layerzero vet
-    --again` passes it, and failures are remembered. What this machine's memory does not hold is left out. Exits with 1
-    if a kernel is wrong or fails, or if nothing was measured.
+    not suffice for. With --all, or where it fits on a screen, each call has a table: median, p95, noise, GB/s and
+    TFLOP/s with their share of this machine's copy and matrix product, and speed against torch's own function. It also
+    has the distance from the reference in float64, what LayerZero chooses, and why other kernels are refused. On a GPU
+    it has the device's own time, of replays of a CUDA graph with many calls. Their tensors lie outside of the L2 cache
+    (cold) or, for small calls, in it (warm). A kernel that cannot be captured says why, and has the time of one launch
+    between two events. With --timed device, order, rates and speed go by it. Times are not remembered. A kernel that
+    gives a wrong result is banned until its library has another version or `layerzero vet --again` passes it, and
+    failures are remembered. What this machine's memory does not hold is left out. Exits with 1 if a kernel is wrong or
+    fails, or if nothing was measured.
     """
 
-    operation: Annotated[str, typer.Argument(metavar="OPERATION", help="A function, operation, alias or glob.")]
-    budget_s: Annotated[
-        float, typer.Option(metavar="SECONDS", help="End after so long, whatever compiles; inf has no end.")
-    ] = 60.0
+    operation: Annotated[str, argument("OPERATION", "A function, operation, alias or glob.")]
+    budget_s: Annotated[float, option("SECONDS", "End after so long, whatever compiles; inf has no end.")] = 60.0
     kernel: Kernels = NONE
     timed: Annotated[
         str | None,
-        typer.Option(
-            metavar="TIMES",
-            help="call: what a caller waits for; device: what a GPU needs, launching apart; both. On a GPU both by "
-            "default.",
+        option(
+            "TIMES",
+            "call (what a caller waits for), device (a GPU's time without launching) or both, the default on a GPU.",
         ),
     ] = None
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the times into a PNG or SVG file.")] = None
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write one page with tables and a chart an operation.")
-    ] = None
-    everything: Annotated[bool, typer.Option("--all", help="A table for each call, and each reason in full.")] = False
+    plot: Annotated[Path | None, option("FILE", "Draw the times into a PNG or SVG file.")] = None
+    html: Annotated[Path | None, option("FILE", "Write one page with tables and a chart an operation.")] = None
+    everything: Annotated[bool, flag("--all", "A table for each call, and each reason in full.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,20 +234,14 @@ class VetFlags(_CallsToRun):
     """
 
     kernel: Kernels = NONE
-    backend: Annotated[list[str], typer.Option(metavar="LIBRARY", help="Vet this library only; again for more.")] = NONE
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the tensors; by default each in turn.")
-    ] = None
-    graph: Annotated[
-        bool, typer.Option("--graph", help="Capture each call in a CUDA graph, and compare what replays give.")
-    ] = False
-    again: Annotated[bool, typer.Option("--again", help="Also what has a verdict.")] = False
-    budget_s: Annotated[
-        float, typer.Option(metavar="SECONDS", help="End after so long; a second run goes on. inf asks about all.")
-    ] = 100.0
-    operation_: Annotated[
-        str | None, typer.Option("--operation", metavar="OPERATION", help="The same as OPERATION, by name.")
-    ] = None
+    backend: Annotated[list[str], option("LIBRARY", "Vet this library only; again for more.")] = NONE
+    dtype: Annotated[str | None, option("DTYPE", "Dtype of the tensors; by default each in turn.", "--dtype")] = None
+    graph: Annotated[bool, flag("--graph", "Capture each call in a CUDA graph, and compare what replays give.")] = False
+    again: Annotated[bool, flag("--again", "Also what has a verdict.")] = False
+    budget_s: Annotated[float, option("SECONDS", "End after so long; a second run goes on. inf asks about all.")] = (
+        100.0
+    )
+    operation_: Annotated[str | None, option("OPERATION", "The same as OPERATION, by name.", "--operation")] = None
 
 
 def add_to(app: Commands) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from layerzero.cli.calls import NONE, Kernels, Where, device_here
+from layerzero.cli.calls import NONE, Kernels, Where, device_here, option
 from layerzero.cli.output import FINE, NO, Answer, Commands, Modules, say
 
 if TYPE_CHECKING:
@@ -14,24 +12,19 @@ if TYPE_CHECKING:
 
 
 def fuzz(
-    calls: Annotated[int, typer.Option(metavar="N", help="Random calls to make.", min=1)] = 1000,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Seed that draws them; the same seed draws the same calls.")
-    ] = 0,
+    calls: Annotated[int, option("N", "Random calls to make.", min=1)] = 1000,
+    seed: Annotated[int, option("N", "Seed that draws them; the same seed draws the same calls.")] = 0,
     kernel: Kernels = NONE,
     operation: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "OPERATION",
+            "Make calls of this only: an operation, function, alias or glob; again for more.",
             "--operation",
-            metavar="OPERATION",
-            help="Make calls of this only: an operation, function, alias or glob; again for more.",
         ),
     ] = None,
     device: Annotated[
-        str,
-        typer.Option(
-            "--device", metavar="DEVICE", help="Device of the tensors, as torch names it.", callback=device_here
-        ),
+        str, option("DEVICE", "Device of the tensors, as torch names it.", "--device", callback=device_here)
     ] = "cpu",
 ) -> Answer:
     """Compare random calls with float64.
@@ -41,10 +34,10 @@ def fuzz(
     """
     import logging
 
-    from layerzero.cli import listing
+    from layerzero.engine.registry import REGISTRY
     from layerzero.testing import fuzz as fuzzing
 
-    listing.kernels_exist(kernel)
+    REGISTRY.check_named(kernel)
     log = logging.getLogger("layerzero")
     level = log.level
     log.setLevel(logging.ERROR)  # fallbacks are expected here, and counted
@@ -66,16 +59,12 @@ def fuzz(
 
 
 def conformance(
-    backend: Annotated[
-        list[str], typer.Option(metavar="LIBRARY", help="Check this library only; again for more.")
-    ] = NONE,
-    operation: Annotated[
-        str, typer.Option("--operation", metavar="OPERATION", help="An operation, function, alias or glob.")
-    ] = "*",
+    backend: Annotated[list[str], option("LIBRARY", "Check this library only; again for more.")] = NONE,
+    operation: Annotated[str, option("OPERATION", "An operation, function, alias or glob.", "--operation")] = "*",
     kernel: Kernels = NONE,
     device: Where = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed that draws the random calls.")] = 0,
-    calls: Annotated[int, typer.Option(metavar="N", help="Random calls of each operation and dtype.", min=1)] = 20,
+    seed: Annotated[int, option("N", "Seed that draws the random calls.")] = 0,
+    calls: Annotated[int, option("N", "Random calls of each operation and dtype.", min=1)] = 20,
     module: Modules = None,
 ) -> Answer:
     """Put kernels against their references, in other processes.

@@ -12,7 +12,6 @@ import importlib
 import math
 import os
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ from layerzero.core.errors import LayerZeroError
 from layerzero.core.plan import Report
 from layerzero.core.reasons import ReasonCode
 from layerzero.integrations.transformers_patches import VERSIONS
+from layerzero.serving.warmup import on_terminal
 
 ENCODER = "all-MiniLM-L6-v2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -117,7 +117,7 @@ def demo(
             """Say what runs: a terminal shows it for as long as it does, elsewhere it is a line."""
             text = f"{number + 1} of {len(steps)}: {steps[number]}: stock, attention alone, lz.optimize"
             status.update(text)
-            if not json and not sys.stderr.isatty():
+            if not json and not on_terminal():
                 say(text)
 
         rows: list[dict[str, Any]] = []

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import typer
 from packaging.version import InvalidVersion, Version
 
+from layerzero.cli.calls import argument, flag, option
 from layerzero.cli.output import FINE, NO, Answer, Commands, say
 from layerzero.cli.plans import Sets
 from layerzero.cli.tables import new_row, table_of
 
-_On = Annotated[
-    str | None, typer.Option("--device", metavar="DEVICE", help="For which device, as H100; this machine's best.")
-]
-_With = Annotated[str, typer.Option("--torch", metavar="VERSION", help="With which torch; the one that is here.")]
+_On = Annotated[str | None, option("DEVICE", "For which device, as H100; this machine's best.", "--device")]
+_With = Annotated[str, option("VERSION", "With which torch; the one that is here.", "--torch")]
 
 
 def _check_torch(version: str) -> None:
@@ -28,13 +26,13 @@ def _check_torch(version: str) -> None:
 
 def formats(
     device: _On = None,
-    rows: Annotated[int, typer.Option("--rows", metavar="N", help="Rows of the product, 1 for a decode.", min=1)] = 1,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the rows.")] = "",
+    rows: Annotated[int, option("N", "Rows of the product, 1 for a decode.", min=1)] = 1,
+    dtype: Annotated[str, option("DTYPE", "Dtype of the rows.", "--dtype")] = "",
     torch_version: _With = "",
 ) -> Answer:
     """Tell what each format of weights loses, and which kernels multiply with it on a device.
 
-    The loss is that of normal numbers, as a share of their norm; lz.quantize_weight(..., accuracy=) measures yours, and
+    The loss is that of normal numbers, as a share of their norm. lz.quantize_weight(..., accuracy=) measures yours, and
     lz.optimize(weights="auto") takes the fastest within a bound. Kernels are those of all libraries that were tested
     and fit; the one in brackets runs with what is installed here. A star: the device computes in such numbers. Where
     all kernels write the numbers out first, "instead" names formats that a kernel takes as they are.
@@ -83,7 +81,7 @@ def try_builds() -> dict[str, str]:
 
 def hub(
     lock: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Pin what may be used here: commit, and a hash of each variant.")
+        Path | None, option("FILE", "Pin what may be used here: commit, and a hash of each variant.")
     ] = None,
 ) -> Answer:
     """List the kernels of the Hugging Face hub on this disk, and try each in a child process.
@@ -121,40 +119,29 @@ def hub(
     return Answer(data, lambda: lines or ["nothing of the hub is on this disk"], NO if refused else FINE)
 
 
-def _hook(name: str, meaning: str) -> Any:
-    return typer.Option(name, metavar="COMMAND", help=meaning)
-
-
 def rolling_update(
-    instances: Annotated[
-        list[str], typer.Argument(metavar="NAME=URL...", help="Instances, with the addresses of their probes.")
-    ],
-    update: Annotated[str, _hook("--update", "Ends an instance, and has the new one listen before it ends.")],
-    fallback_on: Annotated[str, _hook("--fallback-on", "Makes the instance's fallback file.")] = "",
-    fallback_off: Annotated[str, _hook("--fallback-off", "Removes it.")] = "",
+    instances: Annotated[list[str], argument("NAME=URL...", "Instances, with the addresses of their probes.")],
+    update: Annotated[str, option("COMMAND", "Ends an instance, and has the new one listen before it ends.")],
+    fallback_on: Annotated[str, option("COMMAND", "Makes the instance's fallback file.")] = "",
+    fallback_off: Annotated[str, option("COMMAND", "Removes it.")] = "",
     no_fallback: Annotated[
-        bool, typer.Option("--no-fallback", help="Let old and new instances run different kernels meanwhile.")
+        bool, flag("--no-fallback", "Let old and new instances run different kernels meanwhile.")
     ] = False,
-    checkpoint: Annotated[
-        str, _hook("--checkpoint", "Keeps measured times and the like, before anything changes.")
-    ] = "",
-    max_unavailable: Annotated[int, typer.Option(metavar="N", help="Instances that are updated at a time.", min=1)] = 1,
-    ready_s: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long an instance may take until it is ready.", min=0)
-    ] = 600.0,
-    hook_s: Annotated[float, typer.Option(metavar="SECONDS", help="How long a command may take.", min=0)] = 600.0,
+    checkpoint: Annotated[str, option("COMMAND", "Keeps measured times and the like, before anything changes.")] = "",
+    max_unavailable: Annotated[int, option("N", "Instances that are updated at a time.", min=1)] = 1,
+    ready_s: Annotated[float, option("SECONDS", "How long an instance may take until it is ready.", min=0)] = 600.0,
+    hook_s: Annotated[float, option("SECONDS", "How long a command may take.", min=0)] = 600.0,
     file: Annotated[
-        Path | None,
-        typer.Option("--state", metavar="FILE", help="Keeps what was reached; the next run goes on from it."),
+        Path | None, option("FILE", "Keeps what was reached; the next run goes on from it.", "--state")
     ] = None,
 ) -> Answer:
     """Update instances a few at a time, all of them on torch's own kernels meanwhile.
 
     First every instance must be ready and of one version, and follow a fallback file (serve-health --fallback-file,
-    lz.serve_health); then each is forced to torch's own kernels, and shows it. Each is updated and must come back as a
+    lz.serve_health). Then each is forced to torch's own kernels, and shows it. Each is updated and must come back as a
     new process that is alive, ready, still forced, and of the version of those before it. At the end all are compared,
-    and choose their kernels again. Stops at the first that is not as it should be, with the state of each; the same
-    command with the same --state goes on. Commands run without a shell; {name} and {url} stand for the instance's, and
+    and choose their kernels again. Stops at the first that is not as it should be, with the state of each. The same
+    command with the same --state goes on. Commands run without a shell. {name} and {url} become the instance's, and
     each command may run again on an instance. Exits with 1 where the update stopped.
     """
     import msgspec

@@ -28,7 +28,7 @@ from layerzero.core.limit_kinds import Dtype, Platform
 from layerzero.core.operation import Operation
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.config import plain_yaml
-from layerzero.engine.policy import Policy, names_kernel, read_policy
+from layerzero.engine.policy import Policy, read_policy
 from layerzero.engine.probe import this_machine
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import SETTINGS, Setting, nearest
@@ -128,16 +128,6 @@ def _wrong_descriptors(policy: Policy) -> Iterator[str]:
             yield from (f"descriptors: {path}: {problem}" for problem in error.problems)
 
 
-def kernels_exist(patterns: Iterable[str], option: str = "--kernel") -> None:
-    """Refuse a pattern that names no kernel. Raises: ValueError with the nearest name."""
-    kernels = REGISTRY.kernels()
-    for pattern in patterns:
-        if not any(names_kernel(pattern, kernel) for kernel in kernels):
-            known = sorted({name for kernel in kernels for name in (kernel.id, kernel.source)})
-            near = nearest(pattern, known) or "; `layerzero kernels` lists them, --module brings yours"
-            raise ValueError(f"{option}: wanted a library or kernel, got {pattern!r}, which names none here{near}")
-
-
 def effective(settings: Mapping[str, tuple[Any, str]]) -> Iterator[RenderableType]:
     """A row for each setting; those that were set stand out."""
     table = table_of("key", "value", "origin")
@@ -151,8 +141,7 @@ def keys(settings: Mapping[str, Setting]) -> Iterator[RenderableType]:
     """A row for each key."""
     table = table_of("key", "type", "default", "meaning")
     for key, setting in settings.items():
-        meaning = setting.meaning if setting.built else f"{setting.meaning} (not built yet: the default only)"
-        new_row(table, key, kind(setting.kind), repr(setting.default), meaning)
+        new_row(table, key, kind(setting.kind), repr(setting.default), setting.meaning)
     yield table
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from layerzero.cli.calls import flag, option
 from layerzero.cli.output import FINE, NO, Answer, Commands
 
 if TYPE_CHECKING:
@@ -23,11 +22,9 @@ if TYPE_CHECKING:
 perfdb = Commands(help="Show, pass on, take over, forget and check measured times.", no_args_is_help=True)
 perfdb.info.epilog = "\b\nExamples:\n  layerzero perfdb show\n  layerzero perfdb export times.jsonl"
 
-KernelGlob = Annotated[str, typer.Option("--kernel", metavar="KERNEL", help="Only this kernel; a glob.")]
-OperationGlob = Annotated[
-    str, typer.Option("--operation", metavar="OPERATION", help="Only this function or operation; a glob.")
-]
-OnlyHere = Annotated[bool, typer.Option("--here", help="Only times that count on this machine as it is now.")]
+KernelGlob = Annotated[str, option("KERNEL", "Only this kernel; a glob.", "--kernel")]
+OperationGlob = Annotated[str, option("OPERATION", "Only this function or operation; a glob.", "--operation")]
+OnlyHere = Annotated[bool, flag("--here", "Only times that count on this machine as it is now.")]
 
 
 _MOST = 40
@@ -39,11 +36,9 @@ def show(
     kernel: KernelGlob = "*",
     operation: OperationGlob = "*",
     here: OnlyHere = False,
-    limit: Annotated[
-        int | None, typer.Option(metavar="N", help="Rows to show, latest first; 40 by default.", min=0)
-    ] = None,
+    limit: Annotated[int | None, option("N", "Rows to show, latest first; 40 by default.", min=0)] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Of each time also its spread, samples, and the state of the machine.")
+        bool, flag("--all", "Of each time also its spread, samples, and the state of the machine.")
     ] = False,
 ) -> Answer:
     """Show measured times, latest first, a line each where a terminal is wide enough.
@@ -88,13 +83,13 @@ def show(
 def prune(
     kernel: KernelGlob = "*",
     operation: OperationGlob = "*",
-    older_than: Annotated[int | None, typer.Option(metavar="DAYS", help="Only older times.", min=0, max=99999)] = None,
-    stale: Annotated[bool, typer.Option("--stale", help="Only times that do not count on this machine now.")] = False,
-    imported: Annotated[bool, typer.Option("--imported", help="Only imported times.")] = False,
+    older_than: Annotated[int | None, option("DAYS", "Only older times.", min=0, max=99999)] = None,
+    stale: Annotated[bool, flag("--stale", "Only times that do not count on this machine now.")] = False,
+    imported: Annotated[bool, flag("--imported", "Only imported times.")] = False,
     unknown: Annotated[
-        bool, typer.Option("--unknown", help="With --stale: also times of kernels that nothing here registers.")
+        bool, flag("--unknown", "With --stale: also times of kernels that nothing here registers.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell how many, and remove none.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Tell how many, and remove none.")] = False,
 ) -> Answer:
     """Forget times. Every option given must hold; without any, nothing is forgotten.
 
@@ -194,10 +189,10 @@ def named(database: Database, kernel: str, operation: str) -> list[Row]:
     operations |= {f"optimize.weights.{each}" for each in LOSSES}  # what lz.optimize found that a weight loses
     of_kernels = "--kernel", kernel, kernels, fnmatch.filter(kernels, kernel)
     of_operations = "--operation", operation, operations, [*filter(covered(operation), operations)]
-    for option, glob, known, meant in (of_kernels, of_operations):
+    for named_by, glob, known, meant in (of_kernels, of_operations):
         if not found and not meant:
-            got = f"got {glob!r}, which is none here{nearest(glob, known)}; `layerzero {option[2:]}s` lists them"
-            raise ValueError(f"{option}: wanted a name or a glob of some, {got}")
+            got = f"got {glob!r}, which is none here{nearest(glob, known)}; `layerzero {named_by[2:]}s` lists them"
+            raise ValueError(f"{named_by}: wanted a name or a glob of some, {got}")
     return found
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from layerzero.cli.calls import argument, flag, option
 from layerzero.cli.output import FINE, NO, Answer, Commands, existing
 from layerzero.cli.perfdb import KernelGlob, OnlyHere, OperationGlob, named, readable, store_here
 
@@ -18,22 +17,22 @@ if TYPE_CHECKING:
 
 
 def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write lines of JSON.")],
+    file: Annotated[Path, argument("FILE", "Where to write lines of JSON.")],
     kernel: KernelGlob = "*",
     operation: OperationGlob = "*",
     here: OnlyHere = False,
     prior: Annotated[
-        bool, typer.Option("--prior", help="Write a table of priors, as the package ships them, of what counts here.")
+        bool, flag("--prior", "Write a table of priors, as the package ships them, of what counts here.")
     ] = False,
     with_builds: Annotated[
-        bool, typer.Option("--builds", help="Also pass on what was compiled for the calls of this machine.")
+        bool, flag("--builds", "Also pass on what was compiled for the calls of this machine.")
     ] = False,
 ) -> Answer:
     """Write measured times to a file for other machines of this kind, and what was found out about kernels here.
 
     Findings are verdicts, proofs of captures, and measured workspaces. Each names its library, torch, device and
-    capability. A build also names Python, the system's C library and the compilers; those
-    that only a library can find (FlashInfer's, and what lives in a process alone) are left out.
+    capability. A build also names Python, the system's C library and the compilers. Builds that only a library can find
+    (FlashInfer's, and those inside a process) are left out.
     """
     from layerzero.tuning.storage import archive, machine_exchange
     from layerzero.tuning.storage.tables import table_of
@@ -63,18 +62,16 @@ def export(
 
 
 def take(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `perfdb export` wrote elsewhere.")],
-    with_builds: Annotated[
-        bool, typer.Option("--builds", help="Take builds, too: they are code that will run here.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and take nothing.")] = False,
+    file: Annotated[Path, argument("FILE", "What `perfdb export` wrote elsewhere.")],
+    with_builds: Annotated[bool, flag("--builds", "Take builds, too: they are code that will run here.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Check the file and take nothing.")] = False,
 ) -> Answer:
     """Take over times from a file, and what was found out about kernels.
 
     Times are marked as imported, count less than what was measured here, and only on the same device with the same
-    versions. A finding of another library, torch, device or capability is left, and the difference is named; so is one
-    that was made here, too. Builds are left without --builds; with it, so are those that another Python, C library or
-    compiler made, and those in whose place other files lie. Exits with 1 and takes nothing if anything in the file is
+    versions. A finding of another library, torch, device or capability is left, and the difference is named. So is one
+    that was made here, too. Builds are taken only with --builds. Builds of another Python, C library or compiler are
+    left, and so are those in whose place other files lie. Exits with 1 and takes nothing if anything in the file is
     wrong.
     """
     from layerzero.tuning.storage import archive, machine_exchange
@@ -101,8 +98,8 @@ def take(
 
 
 def diff(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `perfdb export` wrote elsewhere.")],
-    limit: Annotated[int, typer.Option(metavar="N", help="Times to show, farthest apart.", min=0)] = 20,
+    file: Annotated[Path, argument("FILE", "What `perfdb export` wrote elsewhere.")],
+    limit: Annotated[int, option("N", "Times to show, farthest apart.", min=0)] = 20,
 ) -> Answer:
     """Compare a file of times with those of this machine: what is in both, and in what the environments differ.
 
@@ -133,7 +130,7 @@ def diff(
     )
 
 
-def merge(file: Annotated[Path, typer.Argument(metavar="FILE", help="Another database of your own.")]) -> Answer:
+def merge(file: Annotated[Path, argument("FILE", "Another database of your own.")]) -> Answer:
     """Take over all times of another database of yours, as if they had been measured here.
 
     Of two times of the same thing the later stays. The other file is not changed.

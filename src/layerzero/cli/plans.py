@@ -8,9 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from layerzero.cli.calls import ManifestFile, Model, Threads, Where
+from layerzero.cli.calls import ManifestFile, Model, Threads, Where, argument, flag, option
 from layerzero.cli.output import FINE, NO, Answer, Commands, examples, existing, say
 
 if TYPE_CHECKING:
@@ -20,39 +18,32 @@ if TYPE_CHECKING:
 plan = Commands(help="Show plans, and what differs between them.", no_args_is_help=True)
 plan.info.epilog = examples("plan show plan.json", "plan diff plan.json other.json")
 
-PlanFile = Annotated[Path, typer.Argument(metavar="FILE", help="A plan that lz.solve or `solve` wrote.")]
+PlanFile = Annotated[Path, argument("FILE", "A plan that lz.solve or `solve` wrote.")]
 
 
 def solve(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL",
-            help="module:function, which returns a model; or what Transformers reads a config from: its weights are "
-            "not loaded.",
+        argument(
+            "MODEL",
+            "module:function, which returns a model, or what Transformers reads a config from, without its weights.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the plan goes.")],
+    out: Annotated[Path, option("FILE", "Where the plan goes.")],
     bucket: Annotated[
-        list[str] | None,
-        typer.Option(metavar="AXIS=SIZES", help="Ends of buckets, as seq_len=128,512,2048; again for another axis."),
+        list[str] | None, option("AXIS=SIZES", "Ends of buckets, as seq_len=128,512,2048; again for another axis.")
     ] = None,
     inputs: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION",
-            help="A function of the axes, by name, that returns the model's inputs; token ids by default.",
+        option(
+            "MODULE:FUNCTION", "A function of the axes, by name, that returns the model's inputs; token ids by default."
         ),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="DTYPE", help="Dtype of a model of Transformers' config.")
-    ] = "bfloat16",
-    budget_s: Annotated[
-        float, typer.Option(metavar="SECONDS", help="End after so long; 0 measures nothing.", min=0)
-    ] = 600.0,
-    no_jit: Annotated[bool, typer.Option("--no-jit", help="Build nothing: choose from what is built.")] = False,
+    dtype: Annotated[str, option("DTYPE", "Dtype of a model of Transformers' config.", "--dtype")] = "bfloat16",
+    budget_s: Annotated[float, option("SECONDS", "End after so long; 0 measures nothing.", min=0)] = 600.0,
+    no_jit: Annotated[bool, flag("--no-jit", "Build nothing: choose from what is built.")] = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Where the plan is held, a call outside of its buckets is an error.")
+        bool, flag("--strict", "Where the plan is held, a call outside of its buckets is an error.")
     ] = False,
     threads: Threads = None,
 ) -> Answer:
@@ -102,7 +93,7 @@ def show(file: PlanFile) -> Answer:
     return Answer(_plain(found), lambda: [*str(found).splitlines()])
 
 
-def diff(first: PlanFile, second: Annotated[Path, typer.Argument(metavar="OTHER", help="Another one.")]) -> Answer:
+def diff(first: PlanFile, second: Annotated[Path, argument("OTHER", "Another one.")]) -> Answer:
     """Print what differs between two plans: model, machine, buckets, and the kernel of each call.
 
     Exits with 1 if anything differs.
@@ -190,8 +181,7 @@ def add_to(app: Commands) -> None:
 
 
 Sets = Annotated[
-    list[str] | None,
-    typer.Option("--for", metavar="SET", help="A set of operations that must be served, as serving; again for more."),
+    list[str] | None, option("SET", "A set of operations that must be served, as serving; again for more.", "--for")
 ]
 
 
@@ -200,19 +190,18 @@ def ready(
     model: Model = "",
     device: Where = None,
     asked_for: Sets = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a part is degraded, too.")] = False,
+    strict: Annotated[bool, flag("--strict", "Exit with 1 where a part is degraded, too.")] = False,
 ) -> Answer:
     """Tell whether traffic may come.
 
     A line for each part: builds, settings, descriptors, tables (each call finds a kernel), headroom (workspaces fit
-    into what is free), the database of times, health (kernels that rest, suspects, bans), libraries, telemetry,
-    frozen choices, ranks, sets. Looks at every call of the manifest, or else at what this machine called so far.
-    What libraries keep on disk counts as built; of what only the serving process can build, and of kernels that rest
-    there, lz.readiness_check tells in that process, as do the probes of serve-health. Nothing runs, and nothing is
-    built. A build that failed on this machine is listed with its reason and with the kernel that serves in its place;
-    traffic need not wait for it. Exits with 0 if traffic may come, with 1 if a part is not ready: a build is
-    missing that warmup would make, or calls would raise or run out of memory. With --strict also with 1 where a
-    part is degraded.
+    into what is free), the database of times, health (kernels that rest, suspects, bans), libraries, telemetry, frozen
+    choices, ranks, sets. Checks every call of the manifest, or else what this machine called so far. What libraries
+    keep on disk counts as built. Builds and resting kernels of a serving process are known there alone:
+    lz.readiness_check and the probes of lz.serve_health show them. Nothing runs, and nothing is built. A build that
+    failed here is listed with its reason and the kernel that serves in its place. Exits with 0 if traffic may come,
+    with 1 if a part is not ready: warmup would build something, or calls would raise or run out of memory. With
+    --strict also with 1 where a part is degraded.
     """
     from layerzero.serving.readiness import readiness_check
 
@@ -222,25 +211,21 @@ def ready(
 
 
 def serve_health(
-    port: Annotated[
-        int, typer.Option("--port", metavar="PORT", help="Where to listen; 0 takes any free one.", min=0, max=65535)
-    ] = 9400,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen on; 0.0.0.0 lets other machines ask.")
-    ] = "127.0.0.1",
+    port: Annotated[int, option("PORT", "Where to listen; 0 takes any free one.", "--port", min=0, max=65535)] = 9400,
+    host: Annotated[str, option("ADDRESS", "Address to listen on; 0.0.0.0 lets other machines ask.")] = "127.0.0.1",
     manifest: ManifestFile = None,
     model: Model = "",
     device: Where = None,
     asked_for: Sets = None,
     fallback_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="While it exists, torch's own kernels alone run here.")
+        Path | None, option("FILE", "While it exists, torch's own kernels alone run here.")
     ] = None,
 ) -> Answer:
     """Serve /livez, /readyz, /metrics and /statez until Ctrl-C.
 
-    /livez is 200 while the process can work, /readyz is 200 or 503 with the lines of `layerzero ready`, /metrics has
-    the numbers of lz.metrics for Prometheus, /statez what `layerzero rolling-update` compares. This process sees what
-    lies on disk: builds, times, bans, settings. A serving process calls lz.serve_health() or mounts
+    /livez is 200 while the process can work, and /readyz is 200 or 503 with the lines of `layerzero ready`. /metrics
+    has the numbers of lz.metrics for Prometheus, and /statez what `layerzero rolling-update` compares. This process
+    sees what lies on disk: builds, times, bans, settings. A serving process calls lz.serve_health() or mounts
     layerzero.serving.probes:app, and has its own numbers in them.
     """
     from layerzero.serving import probes

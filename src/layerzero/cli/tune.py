@@ -10,12 +10,12 @@ import torch
 from rich.console import RenderableType
 from rich.text import Text
 
-from layerzero.cli import listing
 from layerzero.cli.calls import TuneFlags
 from layerzero.cli.flags import covers_plain, left_of, params_of, plain_params, refuse_tensors, shapes_of
 from layerzero.cli.output import FINE, NO, Answer, Live, live
 from layerzero.cli.tables import fitting, new_row, not_measured, some, table_of
 from layerzero.core.ledger import Verdict
+from layerzero.engine.registry import REGISTRY
 from layerzero.testing.single_run import with_threads
 from layerzero.tuning.measurement.contest import Contest
 from layerzero.tuning.measurement.loop import Step
@@ -37,7 +37,7 @@ def answer(flags: TuneFlags) -> Answer:
     """Measure; exit with 1 if nothing was measured or known."""
     if flags.shapes and flags.cases:
         raise ValueError("--cases: wanted either --shapes or --cases, got both")
-    listing.kernels_exist(flags.without, "--without")
+    REGISTRY.check_named(flags.without, "--without")
     usual = torch.get_num_threads()
     with with_threads(flags.threads), live(quiet=flags.json) as screen:
         tuned = (_tuned_plain if covers_plain(flags.operation) else _tuned)(flags, screen)

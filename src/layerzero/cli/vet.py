@@ -12,7 +12,6 @@ import torch
 import typer
 from rich.console import RenderableType
 
-from layerzero.cli import listing
 from layerzero.cli.calls import VetFlags
 from layerzero.cli.flags import covers_plain, deadline_of, plain_params, refuse_tensors, shapes_of
 from layerzero.cli.output import FINE, NO, Answer, say
@@ -65,8 +64,8 @@ def answer(flags: VetFlags) -> Answer:
 
 
 def _check_named(flags: VetFlags) -> None:
-    listing.kernels_exist(flags.kernel)
-    listing.kernels_exist(flags.backend, "--backend")
+    REGISTRY.check_named(flags.kernel)
+    REGISTRY.check_named(flags.backend, "--backend")
 
 
 def _of_plain(flags: VetFlags, operation: str) -> list[Pair]:

@@ -111,6 +111,8 @@ def told(value: object) -> str:
         text = repr(value)
     except ValueError:
         return f"a {type(value).__name__} of integers too large to write"
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of NumPy's
+        return f"{text}; .item() gives its number"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({type(value).__name__})"
 
 
@@ -123,8 +125,8 @@ class Axis:
         scales: whether a time changes smoothly along it; sizes that do not select code (``head_dim``).
         live: whether it changes while a program runs; a frozen choice holds a power of two of it, of others the size.
         tiled: whether kernels work through it in tiles, so that lengths between multiples take what the next one takes.
-        beside: whether its entries run side by side, so that only the product of such axes counts for a time; and of
-            an axis that carries another, how many of the other go with each.
+        beside: whether its entries run side by side, so that only the product of such axes counts for a time. For an
+            axis that carries another: how many of the other go with each.
         apart: whether its entries are worked on apart from each other, so that a call may be cut along it.
         shared: whether ranks of tensor parallelism share it: each computes a part, which they put together or sum up.
         carries: axes that shrink and grow with it where a call is cut.
@@ -319,7 +321,7 @@ class Param:
         if self.role is Role.BOUND:
             least = max(1, self.least)
             fits = value is None or (type(value) is int and least <= value <= self.most and value < _INT64)
-            hint = "; pass None where there is nothing to bound" if value == 0 and type(value) is int else ""
+            hint = "; pass None where there is nothing to bound" if type(value) is int and value == 0 else ""
             return "" if fits else f"{self.name}: wanted a number of at least {least} or None, got {told(value)}{hint}"
         if value is None and self.neutral is None:
             return ""

@@ -178,7 +178,8 @@ class Device:
     def named(name: str) -> Device:
         """Describe a well-known device that need not be here (``H100``, ``RTX 5090``, ``MI300X``, ``Gaudi``, ``CPU``).
 
-        The driver's name of each will do, too: ``NVIDIA H200``; so will a family's, ``RDNA4``, for its best known one.
+        A driver's name is known, too (``NVIDIA H200``), a CPU's own (``AMD EPYC 9654``), and a family's for its best
+        known one (``RDNA4``).
         Raises: KeyError naming the known devices.
         """
         from layerzero.core.known_devices import named

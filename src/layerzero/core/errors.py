@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 from msgspec.structs import replace
 
@@ -72,6 +72,16 @@ class InvalidCallError(LayerZeroError, ValueError):
         self.problems = tuple(problems)
         self.code = code
         super().__init__(f"{f'[{code}] ' if code is not None else ''}{_listed(function, problems)}")
+
+
+def stays(function: str, kind: str, instead: str) -> Callable[..., NoReturn]:
+    """Make the ``__reduce_ex__`` of what belongs to one process: it raises InvalidCallError with what to do instead."""
+
+    def reduce(held: object, _protocol: SupportsIndex = 0) -> NoReturn:
+        problem = f"wanted a {kind} in the process that made it, got a copy or a pickle of {held!r}; {instead}"
+        raise InvalidCallError(function, [problem])
+
+    return reduce
 
 
 def refuse(function: str, problems: Sequence[str]) -> None:
@@ -142,8 +152,8 @@ _ELSEWHERE = {
 class NoKernelFoundError(LayerZeroError):
     """No kernel of the operation is legal for this call.
 
-    The message lists the kernels that this device could run, each with its first reason, and counts the others; of
-    ``wanted`` ones, which a lock names, it has every reason, and counts all others.
+    The message lists the kernels that this device could run, each with its first reason, and counts the others. Where a
+    lock names kernels (``wanted``), it has every reason of these, and counts all others.
 
     Attributes:
         operation: the operation of the call.

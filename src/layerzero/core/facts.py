@@ -75,7 +75,6 @@ class TensorFacts(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
         return len(self.shape)
 
     @property
@@ -288,6 +287,7 @@ class Facts(Mapping[str, object]):
 
 
 _PLAIN_TYPES = frozenset({bool, int, float, str, type(None)})
+_BARE: Any = ((str, str.__str__), (int, int.__int__), (float, float.__float__))
 
 
 def plain(value: object) -> object:
@@ -366,6 +366,8 @@ class FactsBuilder:
             value = arguments[name] if name in arguments else schema.neutral.get(name)
             if type(value) is int and schema.param(name).kinds == (float,):
                 value = float(value)  # calls with 7 and 7.0 are equal, and share a plan: it holds one of them
+            elif type(value) not in _PLAIN_TYPES:  # an enumeration's words: plans write values as source code
+                value = next((bare(value) for kind, bare in _BARE if isinstance(value, kind)), value)
             values[name] = value
         for name in schema.scalars:
             values[name] = "none" if arguments.get(name) is None else "given"
@@ -384,9 +386,7 @@ class FactsBuilder:
         values |= state_values(state.read, values["dtype"])
         if self.operation.derive is not None:
             derived = self.operation.derive(arguments, values)  # type: ignore[arg-type]  # it reads sizes of these
-            if (
-                not derived.keys() <= self.operation.behind.keys()
-            ):  # what they follow from decides which calls share a plan
+            if not derived.keys() <= self.operation.behind.keys():  # it decides which calls share a plan
                 raise _undeclared(self.operation, derived)
             values |= derived
         return Facts(self.operation, device, layout, tensors, values)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-import logging
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -23,9 +21,7 @@ from torch import Tensor
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
-from layerzero.core.system import forking
-
-log = logging.getLogger("layerzero")
+from layerzero.core.system import forking, log, warn
 
 _HELD: list[bool] = []
 """One for each that holds the collector off: it is switched on when the last of them lets go."""
@@ -113,10 +109,10 @@ def capturing(
         graph.replay()
 
     cuBLAS and cuDNN are ready when it begins. A call on another device is an error inside: it would be in no graph.
-    Plans of kernels that are kept when it begins or ends live as long as the graph: another choice, made later for the
-    same calls, frees nothing that a replay reads. Without it the collector may free an old graph in the middle of the
-    capture, which breaks it, or ends the process. Objects that lose their last reference meanwhile are freed as ever:
-    drop no graph in the block.
+    Plans of kernels that are kept when it begins or ends live as long as the graph. A later choice for the same calls
+    frees nothing that a replay reads. Without it the collector may free an old graph in the middle of the capture,
+    which breaks it, or ends the process. Objects that lose their last reference meanwhile are freed as ever: drop no
+    graph in the block.
 
     Args:
         graph: what is captured into.
@@ -149,7 +145,7 @@ def capturing(
         strange = [f"cuda:{each}" for each, count in _allocations_elsewhere(device).items() if count != elsewhere[each]]
         if strange:
             text = f"while a graph of cuda:{device} was captured, this process allocated memory on {', '.join(strange)}"
-            warnings.warn(f"{text}: what the block did there is in no graph", LayerZeroWarning, stacklevel=3)
+            warn(f"{text}: what the block did there is in no graph", LayerZeroWarning, stacklevel=3)
     except BaseException:
         for each in before:  # the last one makes its device the current one
             torch.cuda.set_stream(each)

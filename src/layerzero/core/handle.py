@@ -53,7 +53,7 @@ class Handle:
         tensors: what it is made of.
         kind: what a choice depends on while it belongs to a call.
     Attributes:
-        looked_at: for which operations and sizes the numbers in its tensors were found to be right; not for tensors of
+        looked_at: operations and sizes for which the numbers in its tensors were found to be right. Not for tensors of
             inference mode, in which torch counts no writes.
     """
 

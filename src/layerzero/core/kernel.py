@@ -109,8 +109,8 @@ class Backend:
         conflicts: packages that do harm along with it, each with what goes wrong.
         known_bad: versions that nothing makes good: they are known to be wrong, or another project's.
         requires: further demands on the environment: ``torch>=2.10``, ``cuda>=12.3``, ``driver>=575.51``.
-        releases: newest first, where versions differ in what they were built for: the one that an installed version
-            belongs to must fit, and the one that fits is what there is to install.
+        releases: builds of its versions, newest first, where they differ. The one of an installed version must fit. The
+            first that fits is what there is to install.
         platforms: platforms that any of its kernels runs on; the others get none of them.
         least_sm: the compute capability from which its kernels run, but for those that bound it themselves.
         install: the command that installs it.
@@ -212,9 +212,9 @@ class Kernel:
         operations: names of the operations it implements.
         backend: its library.
         load: given the facts of the plan, import the library and return the callable. Called after selection only. The
-            callable takes the required tensors by position in schema order, and what it ``accepts`` by keyword, in the
-            kernel's layout, and returns the operation's results. It also serves calls that agree with this one in the
-            facts that were read here, so all that it depends on is read here; ``facts.only_this_call()`` excludes them.
+            callable gets required tensors by position in schema order and what it ``accepts`` by keyword, in the
+            kernel's layout. It returns the operation's results. Calls that agree in the facts read here share it, so
+            read here all that it depends on; ``facts.only_this_call()`` excludes them.
         layout: layout of its tensors, None where the operation has none or it takes any. Name the one that the library
             reads; calls in another are moved, and that costs a copy where the library wants contiguous tensors.
         accepts: optional tensors and parameters that it honours; what it does not accept it is never offered. Bounds
@@ -233,15 +233,15 @@ class Kernel:
         graph_safe: whether it may run under CUDA graph capture: it allocates by torch only, and waits for nothing.
         jit: whether it compiles on first use (over 0.25 s); refused until ``lz.warmup`` built it.
         build_key: what its compiled artefact depends on, for the facts of a call; the call's class if None.
-        prebuilt: whether the artefact for a call is there, so that nothing compiles: it came with an installed package,
-            or lies where the library keeps what it compiled. It is called in each choice.
-        cache_folder: the folder in which its library keeps what it compiled, where other processes find it; None where
-            it keeps nothing, or where nothing is written there. With it or ``prebuilt``, a child process compiles in
-            the background, and a thread of this process without.
+        prebuilt: whether the artefact for a call exists, in an installed package or in the library's cache, so that
+            nothing compiles. It is called in each choice.
+        cache_folder: the folder in which its library keeps what it compiled, for other processes to find. None where it
+            keeps nothing, or may not write. With it or ``prebuilt``, a child process compiles in the background, else a
+            thread of this process.
         checks_indices: whether it raises by itself where a place or count leads beyond a tensor; on a CPU the plan
             looks before any other kernel runs.
-        plans_sizes: whether its library makes a plan for every new size, for a time as long as a thousand calls: where
-            no time is known at a size, a kernel that takes about as long comes first.
+        plans_sizes: whether its library plans each new size, for as long as a thousand calls take. Where no time is
+            known at a size, a kernel with similar latency comes first.
         handles_empty: whether it may see a tensor without elements; the reference runs such calls otherwise.
         handles_negated: whether it reads tensors with the negative bit rightly, as torch does; others get copies.
         device_guard: whether it sets the current device itself; the plan does otherwise.
@@ -250,13 +250,13 @@ class Kernel:
         priority_since: another priority on devices of at least a compute capability: ``{(9, 0): 55}``. For a library
             that knows nothing of the units that came with them.
         widens: of a kernel that computes half precision in float32: whether that pays for such a call where the CPU
-            emulates the dtype. Of sizes that calls of one plan may differ in (rows, a batch) it reads the class alone;
-            sizes that are alike in all of them (channels) it may read. None for every other kernel.
-        proved_first: whether it works on a form of its own of what a call names (a converted tokenizer), or never ran
-            on such a device, so that it is always refused until a proof; one of the facts that tell its class.
-        stock: whether torch's own function for the operation runs this kernel for such a call: what a caller without
-            LayerZero has, which no other library replaces by a priority alone. It may read no size. Leave it, but for
-            kernels of torch itself.
+            emulates the dtype. Sizes that vary within a plan (rows, a batch) are read by class alone; equal ones
+            (channels) as they are. None for every other kernel.
+        proved_first: whether it is refused until a proof. That is for kernels that work on their own form of an object
+            (a converted tokenizer), or never ran on such a device. A function may read only facts of a proof's
+            class.
+        stock: whether torch's own function for the operation runs this kernel for such a call. No library replaces
+            stock by priority alone. It may read no size. Set it for kernels of torch itself only.
         trust: why it may run here; ``UNTRIED`` where it could not run yet. The registry sets that of a plugin.
         aliases: other names that locks and rules may use, such as those of a former version.
         tolerance: by dtype name, how far it may be from the reference where its operation's tolerance is too narrow.
@@ -360,7 +360,6 @@ class Kernel:
 
     @property
     def source(self) -> str:
-        """The backend's name."""
         return self.backend.name
 
     @property

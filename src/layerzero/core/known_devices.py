@@ -6,6 +6,8 @@ processors, Intel's and AMD's of the instruction sets of their CPUs. Of several 
 
 from __future__ import annotations
 
+import re
+
 from layerzero.core.device import GPU_GRID, Device, apple, cuda_dtypes, cuda_instruction_sets, rocm_dtypes
 
 
@@ -146,17 +148,33 @@ FAMILIES = {
 """A family's name, and which of it is meant where no more is said."""
 
 
+_XEON = "xeon(?:(?:platinum|gold|silver|bronze)"
+CPU_MODELS = {
+    "Skylake": rf"{_XEON}\d1\d\d|processor\(skylake)",
+    "Ice Lake": rf"{_XEON}\d3\d\d(?!h)|processor\(icelake)",  # those with H are Cooper Lake
+    "Sapphire Rapids": rf"{_XEON}\d4\d\d|processor\(sapphirerapids)",
+    "Granite Rapids": r"xeon(?:6[579]\d\dp|processor\(graniterapids)",
+    "Milan": r"epyc(?:7\w\w3|milan)",
+    "Genoa": r"epyc(?:[489]\w\w4|genoa)",
+    "Turin": r"epyc(?:[49]\w\w5|turin)",
+}
+"""How a CPU's own name begins, as Linux and QEMU write it: ``AMD EPYC 9654 96-Core Processor`` is a Genoa."""
+
+
 def _plainly(text: str) -> str:
-    return text.lower().removeprefix("nvidia ").replace(" ", "").replace("-", "")
+    return re.sub(r"^(nvidia|amd|intel) |\(r\)|\(tm\)|[ -]", "", text.lower().replace("intel(r)", "intel"))
 
 
 def named(name: str) -> Device:
-    """The device of a name, a driver's name or a family's. Raises: KeyError naming the known ones."""
+    """The device of a name, a driver's or a CPU's own name, or a family's. Raises: KeyError naming the known ones."""
     given = _plainly(name)
     for known, device in KNOWN_DEVICES.items():
         if given in (_plainly(known), _plainly(device.name)):
             return device
     for family, known in FAMILIES.items():
         if given == _plainly(family):
+            return KNOWN_DEVICES[known]
+    for known, model in CPU_MODELS.items():
+        if re.match(model, given):
             return KNOWN_DEVICES[known]
     raise KeyError(f"unknown device {name!r}; known: {', '.join([*KNOWN_DEVICES, *FAMILIES])}")

@@ -54,7 +54,6 @@ class Suspect:
     detail: str = ""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "kernel_id": self.kernel_id,
             "call_class": self.call_class,

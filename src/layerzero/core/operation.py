@@ -97,8 +97,8 @@ class Operation:
             reference itself runs on the meta device if None; set it where its results depend on values.
         tolerance: allowed distance from the reference by dtype of the call, where results are near it.
         tolerance_reason: why these numbers.
-        judge: what a right result is: one judge for all, or by name for those results and written tensors that have
-            another one; near the reference within the tolerance if None.
+        judge: the rule for a right result: one for all, or by name of results and written tensors. Without one, a
+            result is near the reference within the tolerance.
         properties: what holds of the results of several runs, where one result cannot show it.
         kind, is_collective: what it works on; of the kind ``communication`` it is a collective.
         fixed: arguments that its function has and it has not, with the values that they have in its calls.
@@ -113,29 +113,29 @@ class Operation:
         derived_from: the axes that each of them follows from, ``...`` for all leading ones; a size is their product, or
             bounded by it. A plan is not reused for other sizes where a derived fact that is not named here was read.
         adapters: by the kind that a limit's repair names, what a plan may do beyond copies and views.
-        check_values: what its values must be, apart from places and counts, which the schema declares: texts of what is
-            wrong already, and checks (:mod:`layerzero.core.values`), which are read together; in debug mode only,
-            because reading waits for the device, and once a kernel raised.
-        guard: for a function's name and a layout, what looks at the tensors of every call, those of kept plans too, and
-            raises InvalidCallError; None while there is nothing to look at, which costs a call nothing. What changes
-            this answer calls :func:`layerzero.core.plan.outdate`.
+        check_values: texts of what is wrong already, and checks (:mod:`layerzero.core.values`), which are read
+            together. Places and counts are declared in the schema instead. It runs in debug mode, because reading waits
+            for the device, and once a kernel raised.
+        guard: given a function's name and a layout, the check of the tensors of every call, kept plans included. It
+            raises InvalidCallError. None, which costs a call nothing, where nothing is checked. What changes this
+            answer calls :func:`layerzero.core.plan.outdate`.
         number_guard: the same for numbers that a handle may be made of: once for each handle, else at every call.
-        note: what remembers of a plan's first call, from its arguments and its layout, what later calls are looked at
-            for; hits do not pass here.
+        note: remembers of a plan's first call, from its arguments and its layout, what later calls are checked for.
+            Hits do not pass here.
         examples: arguments of a case that the schema cannot tell how to draw; they replace what it draws.
         complete: sizes that follow from others, where a call is described by the shapes of its first tensors.
         work: what a call must do, from its facts; ``layerzero bench`` computes GB/s and TFLOP/s from it.
         scratch: elements that the reference needs for more than the tensors (scores), from the sizes of a call.
         parts: pieces of a call that is too large to be computed in float64 as a whole; None where it cannot be cut.
-        sweep: the cases that are worth measuring on a kind of device (``cpu``, ``cuda``), in any order; other sizes
-            where they are named, none where the operation does not know the name.
+        sweep: cases worth measuring on a kind of device (``cpu``, ``cuda``), in any order. Sizes that are named replace
+            its own; none where it lacks the name.
         class_facts: facts that tell classes of calls apart in place of their sizes: what a verdict is about. For an
             operation whose kernels are right or wrong for an object (a tokenizer), whatever the sizes.
         plain: what an operation without tensors has in place of what tensors are drawn and compared by.
         expression: torch's own way to the result, from the function's arguments: what is written without LayerZero.
         stock: the same for an expression with something to prepare: returns what computes, or None where torch has no
             way for these arguments. It calls the expression if None.
-        fuses: whether compiled code computes ``stock`` in place of a kernel, in one loop with what stands around it.
+        fuses: whether compiled code computes ``stock`` in place of a kernel, in one loop with the code around it.
         advice: what to do where no kernel takes a call, from its facts and each kernel's reasons; empty for nothing.
         name: the operation's name, ``attention.gqa.prefill``.
         layouts: layouts that a call may have, that of the schema first; empty where axes have no layout.
@@ -259,8 +259,8 @@ class Routed:
         operation: the chosen operation.
         arguments: canonical argument values; tensors under the names that the function uses.
         layout: layout of the tensors that have one.
-        varies: axes whose size may differ within its bit length, all that share its name together, without the route
-            giving another operation, other values or an error; ``...`` for the leading axes. Plans are reused by it.
+        varies: axes whose size may differ within its bit length, all that share its name together. The route must give
+            the same operation and values for each, and no error; ``...`` for the leading axes. Plans are reused by it.
         equal: two of these axes that are as long as each other in every such call, as the route needs; or none.
         casts: dtypes before and after of each tensor in ``arguments`` that was cast, and of the result under ``""``.
     """
@@ -287,16 +287,14 @@ class Function:
         name: public name, ``attention`` for ``lz.attention``.
         signature: a Python function with the public signature and docstring, such as a reference; it is never called.
         route: from arguments to an operation: gives a ``Routed``, after the schema's ``validate`` found nothing wrong.
-            It runs where a kernel is chosen, not on calls that were chosen before: of what is passed, only ``least``
-            and ``most`` are looked at in every call.
+            It runs where a kernel is chosen, not on hits: those check ``least`` and ``most`` of passed numbers alone.
         operations: every operation that the route can return.
         draw: random arguments for the fuzzer; those of a case with other sizes if None. Results must fit the dtype: the
             truth is computed in float64, and compared as it is.
         weight: how often the fuzzer draws it, relative to others.
         order: the parameters of its ``torch.ops.layerzero`` operators in order; that of the signature if empty.
-        state: names of eager state that changes the choice for this function, of those that
-            :mod:`layerzero.core.eager_state` has: ``sdpa`` (the caller's sdpa_kernel context), ``matmul`` (in what
-            float32 is multiplied).
+        state: names of eager state that changes the choice, from :mod:`layerzero.core.eager_state`: ``sdpa`` (the
+            caller's sdpa_kernel context), ``matmul`` (in what float32 is multiplied).
         may_share_storage: pairs of tensors that may lie in one storage although one of them is written into.
         renamed: names that it and its arguments had before, with those of today. The function's own still work, with a
             DeprecationWarning; those of arguments raise a TypeError that names the new one.

@@ -116,7 +116,6 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return sum([term.points for term in self.terms])
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "kernel_id": self.kernel.id,
             "legal": self.legal,
@@ -156,8 +155,8 @@ class Report(msgspec.Struct, frozen=True):
         notes: what else a reader should know (an assumed layout, what a lock costs).
         varies: axes whose size the route did not depend on, within its bit length.
         equal: two of them that stay as long as each other; or none.
-        timed: whether calls of this class may have times, so that how memory lies is part of the choice: a call whose
-            memory lies otherwise may have some where this one has none.
+        timed: whether calls of this class may have times. How memory lies is part of the choice then: a call whose
+            memory lies otherwise may have times where this one has none.
     """
 
     operation: str
@@ -205,7 +204,6 @@ class Report(msgspec.Struct, frozen=True):
         raise KeyError(f"{kernel_id!r} is no candidate of {self.operation}")
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "operation": self.operation,
             "chosen": self.kernel_id,

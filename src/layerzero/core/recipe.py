@@ -42,7 +42,6 @@ class CallRecipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def of(facts: Facts) -> CallRecipe:
-        """Write down a call."""
         tensors = {
             name: TensorRecipe(each.shape, each.strides, dtype_name(each.dtype), each.alignment_bytes)
             for name, each in facts.tensors.items()

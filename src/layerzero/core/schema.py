@@ -34,7 +34,7 @@ class OperationSchema:
         inputs: its tensors, in the order in which kernels take them.
         outputs: what it returns.
         params: its arguments that are no tensors, each with its role.
-        axes: what sizes mean; an axis that is not named here selects code: times do not carry over along it.
+        axes: what sizes mean. An axis without an entry selects code: times do not carry over along it.
         layouts: layouts that a call may have, the one of this schema first; empty where axes have no layout.
         dtype_of: the tensor whose dtype is the call's; the first if empty.
         codes: derived facts, each with the reason code of a value that a kernel lacks; arguments have their own.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import os
 import sys
 import threading
@@ -23,11 +22,10 @@ from layerzero.core import indices
 from layerzero.core.eager_state import declared
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
+from layerzero.core.system import log
 from layerzero.engine.config import SCOPES
 from layerzero.engine.services import SERVICES
 from layerzero.engine.transforms import in_dispatch_mode, in_transform
-
-log = logging.getLogger("layerzero")
 
 VALUE, SEQUENCE, BOUND, HANDLE, TENSOR, OPTIONAL_TENSOR, PASSED = range(7)
 """Kinds of parameters, as ``_native/hot.h`` numbers them."""

@@ -122,7 +122,6 @@ class PlanTable(dict[Hashable, Plan]):
             self.index.remove({id(plan) for plan in gone})
 
     def clear(self) -> None:
-        """Forget every plan."""
         super().clear()
         self._forget_seen()
         self.classes.clear()
@@ -156,7 +155,6 @@ class PlanCache:
             on_publish(self.current.index)
 
     def table(self, policy: Policy) -> PlanTable:
-        """The table of a policy."""
         table = self._tables.get(policy)
         if table is None:
             with self._lock:
@@ -196,7 +194,6 @@ class PlanCache:
             return True
 
     def take_out(self, plan: Plan) -> None:
-        """Forget one plan."""
         with self._lock:
             for table in self._tables.values():
                 table.drop([name for name, each in table.items() if each is plan])
@@ -257,25 +254,29 @@ class Flights:
         """
         if getattr(self._here, "choosing", False):
             return choose()
-        with self._lock:
-            flight = self._flights.get(key)
-            mine = flight is None
-            if flight is None:
-                flight = self._flights[key] = _Flight()
-        if not mine:
-            return self._awaited(flight, choose)
-        self._here.choosing = True
-        try:
-            flight.plan = choose()
+        mine: _Flight | None = None
+        try:  # an interrupt at any moment leaves no flight for which others would wait
+            with self._lock:
+                flight = self._flights.get(key)
+                if flight is None:
+                    mine = flight = self._flights[key] = _Flight()
+            if mine is None:
+                return self._awaited(flight, choose)
+            self._here.choosing = True
+            plan = mine.plan = choose()
         except BaseException as error:
-            flight.error = error
+            if mine is not None:
+                mine.error = error
             raise
         finally:
-            self._here.choosing = False
-            with self._lock:
-                self._flights.pop(key, None)
-            flight.landed.release()
-        return flight.plan
+            if mine is not None:
+                self._here.choosing = False
+                try:
+                    with self._lock:
+                        self._flights.pop(key, None)
+                finally:
+                    mine.landed.release()
+        return plan
 
     def _awaited(self, flight: _Flight, choose: Callable[[], Plan]) -> Plan:
         with flight.landed:

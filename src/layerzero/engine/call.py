@@ -6,8 +6,6 @@ the table goes to the slower ways; they have the same results.
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,10 +14,11 @@ from torch.nn import Parameter
 from torch.overrides import handle_torch_function, has_torch_function
 
 from layerzero.core.bundle import MISSING, Bundle, unpack
-from layerzero.core.errors import LayerZeroPerformanceWarning, meant
+from layerzero.core.errors import InvalidCallError, LayerZeroPerformanceWarning, meant
 from layerzero.core.import_hook import is_imported, when_imported
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
+from layerzero.core.system import log, warn
 from layerzero.engine import accelerator
 from layerzero.engine.cache import Key, PlanTable
 from layerzero.engine.call_source import coarse_key, key_source, names_of, source
@@ -214,7 +213,18 @@ class Call:
         if in_dispatch_mode() or any(_has_torch_dispatch(tensor) for tensor in tensors):
             # the same errors as everywhere, before torch sees the call
             self.function.route(dict(arguments), current_policy().layout)
-            return self._operator(*values)
+            try:
+                return self._operator(*values)
+            except (NotImplementedError, TypeError) as error:
+                wanted = "wanted a class of tensors that has code for torch.ops.layerzero"
+                problems = [
+                    f"{name}: {wanted}, got {type(each).__name__}; call it on plain tensors, such as DTensor.to_local()"
+                    for name, each in arguments.items()
+                    if isinstance(each, torch.Tensor) and _has_torch_dispatch(each)
+                ]
+                if not problems or "layerzero" not in str(error):  # it is of what the class, or a mode, runs
+                    raise
+                raise InvalidCallError(self.function.name, problems) from error
         return self.dispatcher.run_unkept(arguments)
 
     def _beside_default_device(self, arguments: dict[str, Any]) -> Any:
@@ -235,7 +245,7 @@ def _tell_unused(function: str, names: str) -> bool:
         "kernels that plan on the host plan for each call again. Call it outside of what torch.compile sees, as with "
         "torch.compiler.disable, to pay once a step"
     )
-    warnings.warn(text, LayerZeroPerformanceWarning, stacklevel=2)
+    warn(text, LayerZeroPerformanceWarning, stacklevel=2)
     return True
 
 
@@ -260,8 +270,6 @@ def _shares_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
 def _has_torch_dispatch(tensor: torch.Tensor) -> bool:
     return type(tensor) not in _PLAIN and type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
-
-log = logging.getLogger("layerzero")
 
 _DYNAMO = "torch._dynamo"
 

@@ -6,7 +6,6 @@ A call that was chosen before never gets here past the table lookup that :mod:`l
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Candidate, Plan, Report, when_outdated
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log
 from layerzero.engine import (
     batch_split,
     failures,
@@ -47,8 +46,6 @@ from layerzero.engine.probe import Machine
 from layerzero.engine.registry import REGISTRY, Registry
 from layerzero.engine.services import SERVICES
 from layerzero.engine.transforms import reference_in_transform, shapes_answer
-
-log = logging.getLogger("layerzero")
 
 Watcher = Callable[[Any, Plan], None]
 """Called with each call's function and the plan that ran, or, on meta and fake tensors, would run.
@@ -149,7 +146,6 @@ class Engine:
         self.bump()
 
     def unwatch(self, watcher: Watcher) -> None:
-        """Call that watcher no more."""
         with self._lock:
             self.watchers = tuple(each for each in self.watchers if each != watcher)
         self.bump()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -24,12 +23,10 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
 from layerzero.core.plan import Plan
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log
 from layerzero.core.system.resources import started
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.pick import why
-
-log = logging.getLogger("layerzero")
 
 MOST_WAITING = 1000
 """Events that wait for one listener; further ones are dropped and counted. 1,000 take about 1 MB."""
@@ -258,7 +255,6 @@ class Events:
         return dropped + sum(each.dropped for each in listeners), errors + sum(each.errors for each in listeners)
 
     def listeners(self) -> tuple[Listener, ...]:
-        """Those that get events now."""
         return self._listeners
 
     def selections(self) -> dict[tuple[str, str], int]:
@@ -279,14 +275,18 @@ EVENTS = Events()
 def on_event(receive: Callable[[Event], object]) -> Listener:
     """Call a function with every choice, build, fallback, failure and departure of this process, on a thread.
 
-        listener = lz.on_event(lambda event: print(event.to_dict())) ... listener.close()
+        listener = lz.on_event(lambda event: print(event.to_dict()))
+        listener.close()
 
     Nothing is on the hit path: a call that finds its plan makes no event. Of choices, listeners get the share that
     ``telemetry_sampling_rate`` says. The function runs in the context of the call (``contextvars``). It may take its
     time, hang or raise: at most 1,000 events wait for it, further ones are dropped and counted, and no call waits.
 
     Returns: the listener, whose ``close`` ends it and whose ``flush`` waits for what is under way.
+    Raises: TypeError for what cannot be called.
     """
+    if not callable(receive):
+        raise TypeError(f"on_event: wanted a function of an event, got {type(receive).__name__}")
     listener = Listener(receive)
     EVENTS.add(listener)
     return listener

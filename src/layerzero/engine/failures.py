@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -18,14 +18,13 @@ from layerzero.core.ledger import Ledger
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import ReasonCode
+from layerzero.core.system import log
 from layerzero.engine import probe
 from layerzero.engine.events import EVENTS
 from layerzero.engine.first_run import Recent
 from layerzero.engine.health import Health, let_pass
 from layerzero.engine.policy import Policy
 from layerzero.engine.reference import dtype_of, fake_call, leading
-
-log = logging.getLogger("layerzero")
 
 
 class _Engine(Protocol):
@@ -51,21 +50,23 @@ TOGETHER = "the other ranks of the group run it, too, so that no other kernel ma
 def not_loaded(kernel: Kernel, report: Report, error: Exception, engine: _Engine) -> None:
     """Remember a kernel that could not be made ready; raise what is no kernel's fault.
 
-    A library that does not import is out for this process, with all its kernels; any other error rests this kernel.
+    A library that does not load is out for this process, with all its kernels. Where its own module imported, what is
+    missing is of this kernel alone, which is out; torch stays in. Any other error rests this kernel.
     """
     let_pass(error)
     if out_of_memory(error):
         raise error
     if report.facts.operation.is_collective:
         raise KernelExecutionError(kernel.id, report.operation, TOGETHER) from error
-    if isinstance(error, (ImportError, OSError)):
-        reason = probe.mark_broken(kernel.backend, error)
+    backend, missing = kernel.backend, isinstance(error, (ImportError, OSError))
+    if missing and backend.name != "torch" and backend.import_name not in sys.modules:
+        reason = probe.mark_broken(backend, error)
         log.warning("%s: %s", kernel.id, reason.message)
         EVENTS.tell("failure", kernel, report.facts, str(reason))
         engine.bump()
     else:
         log.warning("%s did not load for %s: %s: %s", kernel.id, report.operation, type(error).__name__, error)
-        _failed(engine, kernel, report.facts, error)
+        _failed(engine, kernel, report.facts, error, forever=missing)
 
 
 def _failed(engine: _Engine, kernel: Kernel, facts: Facts, error: Exception, **rest: Any) -> None:

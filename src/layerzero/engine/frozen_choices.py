@@ -10,7 +10,7 @@ import torch
 
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.eager_state import STATE_FACTS
-from layerzero.core.errors import NoKernelFoundError
+from layerzero.core.errors import NoKernelFoundError, stays
 from layerzero.core.evidence import live_sizes, looseness
 from layerzero.core.facts import Facts, plain
 from layerzero.core.kernel import Kernel
@@ -131,6 +131,7 @@ class Frozen:
 
     agreed = False
     refused: frozenset[str] = frozenset()
+    __reduce_ex__ = stays("lz.frozen", "set of choices", "write() what lz.freeze returned, and freeze that file there")
 
     def __init__(
         self, choices: Mapping[str, FrozenChoice], plan: BucketTable | None = None, solved: Any = None

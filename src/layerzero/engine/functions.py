@@ -65,8 +65,8 @@ atexit.register(_let_plans_go)
 def register_function(function: Function) -> Callable[..., Any]:
     """Give operations a public function: what users call, routed, chosen for and explained like every other.
 
-    Register the operations first. Each is tried once on its smallest case, on the CPU, so that a schema, a reference
-    and a shape function that do not agree are found here and not in a user's call.
+    Register the operations first. Each is tried once on its smallest case, on the CPU. So a schema, a reference and a
+    shape function that do not agree are found here, and not in a user's call.
 
     Returns: the function to call; ``lz.NAME`` and ``torch.ops.layerzero.NAME`` are the same.
     Raises: RegistrationError for a name that is taken or no identifier, an operation that is not registered, a

@@ -29,14 +29,13 @@ class Fusing:
     """Whether compiled code may compute by itself, in one word that Dynamo guards.
 
     Attributes:
-        wish: whether it may not: two words, so that each function is compiled twice at most.
-        why: why it may not; empty where it may.
+        wish: whether it may not, so that each function is compiled twice at most.
     """
 
-    __slots__ = ("_base", "why", "wish")
+    __slots__ = ("_base", "wish")
 
     def __init__(self) -> None:
-        self._base = self.why = self.wish = ""
+        self._base, self.wish = "", False
 
     def look(self, *, frozen: bool, registered: bool) -> None:
         """Note what holds for the whole process now."""
@@ -44,16 +43,16 @@ class Fusing:
             self._base = wishes(CONFIGURATION.policy, frozen=frozen, registered=registered)
         except PolicyError as error:  # calls raise it
             self._base = str(error)
-        self._say()
+        self.scoped()
 
-    def scoped(self, _: int) -> None:
+    def scoped(self, _: int = 0) -> None:
         """Note what open scopes wish for, in whatever threads: compiled code cannot ask for its own."""
-        self._say()
+        self.wish = bool(self.why())
 
-    def _say(self) -> None:
+    def why(self) -> str:
+        """Why it may not; empty where it may."""
         scoped = (wishes(policy, frozen=False, registered=False) for policy in SCOPES.policies)
-        self.why = self._base or next((f"a scope: {each}" for each in scoped if each), "")
-        self.wish = "wished" if self.why else ""
+        return self._base or next((f"a scope: {each}" for each in scoped if each), "")
 
 
 def wishes(policy: Policy, *, frozen: bool, registered: bool) -> str:
@@ -63,6 +62,8 @@ def wishes(policy: Policy, *, frozen: bool, registered: bool) -> str:
     """
     if frozen:
         return "choices are frozen"
+    if policy.strict_mode or not policy.allow_adaptation:  # the expression would cast
+        return "strict_mode or allow_adaptation=False"
     if policy.locks or policy.rules:
         return "locks or rules"
     if policy.prefer_sources or policy.avoid_sources or policy.allow or policy.deny:
@@ -110,8 +111,13 @@ def exporting() -> bool:
     return torch.compiler.is_exporting() and getattr(torch.compiler, "_is_exporting_flag", True)
 
 
+def written() -> bool:
+    """Whether a call becomes part of a program that is exported or traced, which others run without LayerZero."""
+    return exporting() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+
+
 def told() -> str:
     """A line on what compiled code does, for explanations of a call that a compiler fuses."""
-    if FUSING.wish:
-        return f"torch.compile keeps the operator, which chooses when it runs ({FUSING.why})"
+    if why := FUSING.why():
+        return f"torch.compile keeps the operator, which chooses when it runs ({why})"
     return "torch.compile computes torch's own expression of it, fused with what stands around it"

@@ -338,9 +338,9 @@ class Defragmented(msgspec.Struct, frozen=True):
 def defragment(device: str | torch.device | None = None) -> Defragmented:
     """Give back what torch's allocator keeps and does not use, if it is fragmented and the device is idle.
 
-    Call it where a server waits for requests; it takes 10 to 100 ms, and is never called by this package. Nothing is
-    done below the setting ``memory.fragmentation``, while a CUDA graph is captured, or while the device works: on the
-    current stream, the default one, or with memory that another stream still reads.
+    Call it where a server waits for requests; it takes 10 to 100 ms, and is never called by this package. It does
+    nothing below the setting ``memory.fragmentation``, while a CUDA graph is captured, or while the device works. Work
+    is what runs on the current stream or the default one, or still reads memory on another.
 
     Args:
         device: which; the current CUDA device if there is one in use, else the CPU, whose memory lies anywhere.

@@ -8,6 +8,7 @@ in its place.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -93,11 +94,14 @@ class Health:
         self._device_errors: dict[str, int] = {}
         self._disabled: dict[str, str] = {}
         self.context_lost = ""
-        forking.in_child(self._count_anew)
+        forking.in_child(self._begin_in_child)
 
-    def _count_anew(self) -> None:
-        """Count from zero in a forked child: what its parent counted, that one tells. What rests goes on to rest."""
-        self._counts = {}
+    def _begin_in_child(self) -> None:
+        """Count from zero in a forked child: what its parent counted, that one tells. What rests does so as long."""
+        self._counts, self._timers = {}, {}  # the threads of timers are the parent's
+        for key, breaker in self._breakers.items():
+            if (rest_s := breaker.retry_at - self._clock()) > 0:
+                self._start_timer(key, rest_s)
 
     def any_rests(self) -> bool:
         """Whether there is anything to ask; a miss asks this once for all kernels."""
@@ -214,7 +218,8 @@ class Health:
             return
         timer = self._timers[key] = threading.Timer(rest_s, self._on_change)
         timer.daemon = True
-        timer.start()
+        with contextlib.suppress(RuntimeError):  # the system has no more threads: another change ends the rest
+            timer.start()
 
     def breakers(self) -> dict[tuple[str, str], Breaker]:
         """A copy of the breakers, for doctor; of a kernel that rests on several kinds of devices, the longest rest."""
@@ -233,7 +238,6 @@ class Health:
             return dict(self._disabled)
 
     def reset(self) -> None:
-        """Forget every failure."""
         with self._lock:
             for timer in self._timers.values():
                 timer.cancel()

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from layerzero.core.errors import RegistrationError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.plugins import Registry
 from layerzero.engine.policy import Policy
@@ -24,8 +23,6 @@ from layerzero.engine.services import SERVICES
 
 if TYPE_CHECKING:
     from layerzero.backends.hub.build import Build
-
-log = logging.getLogger("layerzero")
 
 _SETTINGS = ("hub.enabled", "hub.folder", "hub.lockfile", "hub.allow")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -24,12 +23,11 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import home_of
 from layerzero.core.plan import Term
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import log
 from layerzero.engine import headroom, probe
 from layerzero.engine.policy import Policy, names_any
 from layerzero.engine.probe import Machine
 from layerzero.engine.services import SERVICES
-
-log = logging.getLogger("layerzero")
 
 APART = "runs in a process of its own"
 """How the note of an isolated kernel begins."""
@@ -82,13 +80,13 @@ def isolated(kernel: Kernel, policy: Policy) -> bool:
     """Whether policy has a kernel run in a process of its own; a reference never does."""
     if not policy.isolating or kernel.is_reference:
         return False
-    if kernel.source in _environments(policy):
+    if kernel.source in environments(policy):
         return True
     return policy.backend_isolation != "in_process" and names_any(policy.isolate, kernel)
 
 
 @functools.lru_cache(64)
-def _environments(policy: Policy) -> Mapping[str, tuple[str, ...]]:
+def environments(policy: Policy) -> Mapping[str, tuple[str, ...]]:
     """By library, the command of the interpreter that it runs in, where that is not this process's."""
     found: dict[str, tuple[str, ...]] = {name: (path,) for name, path in policy["isolation.pythons"]}
     if policy.backend_isolation == "container":
@@ -99,7 +97,7 @@ def _environments(policy: Policy) -> Mapping[str, tuple[str, ...]]:
 
 def command(kernel: Kernel, policy: Policy) -> tuple[str, ...]:
     """The command of the interpreter that a kernel's process runs; empty for this one's."""
-    return _environments(policy).get(kernel.source, ())
+    return environments(policy).get(kernel.source, ())
 
 
 def key(kernel: Kernel, policy: Policy) -> tuple[str, ...]:

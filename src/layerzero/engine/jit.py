@@ -78,12 +78,10 @@ class Built:
         return is_kept(kernel, facts)
 
     def add(self, kernel: Kernel, facts: Facts) -> None:
-        """Remember that it was built."""
         with self._lock:
             self._pairs.add(build_of(kernel, facts))
 
     def clear(self) -> None:
-        """Forget all artefacts."""
         with self._lock:
             self._pairs.clear()
 

@@ -68,8 +68,8 @@ def completed(candidate: Candidate, facts: Facts, policy: Policy, machine: Machi
     """A refused kernel with its own reasons and those that the call, the policy and its library alone give."""
     kernel = candidate.kernel
     machine = isolation.machine(kernel, policy, machine) if policy.isolating else machine
-    state = machine.state(kernel.backend, facts.device)
-    library = None if state.untested else library_reason(kernel, facts, machine, None)
+    untested = machine.state(kernel.backend, facts.device).untested
+    library = None if untested else library_reason(kernel, facts, machine, None)
     reasons = [*policy_reasons(kernel, facts, policy), *([] if library is None else [library]), *candidate.reasons]
     reasons += headroom.reasons(kernel, facts, policy)
     adaptations = adaptations_for(kernel, facts)
@@ -83,18 +83,22 @@ def with_casts(judged: Sequence[Candidate], routed: Routed, policy: Policy) -> S
 
     The cast call is what is judged, timed and chosen for; a cast takes the same whatever kernel runs between.
     """
-    steps, refused = [], []
+    steps, refused = [], cast_reasons(routed, policy)
     for name, (before, after) in routed.casts.items():
         text = f"cast {name or 'the result'} from {dtype_name(before)} to {dtype_name(after)}"
         steps.append(Adaptation("cast", name, text, after))
-        if name and (policy.strict_mode or not policy.allow_adaptation):
-            refused.append(Reason(ReasonCode.DTYPE_UNSUPPORTED, name, dtype_name(after), dtype_name(before), _CASTS))
     return [
         replace(each, reasons=(*each.reasons, *refused), adaptations=(*steps, *each.adaptations)) for each in judged
     ]
 
 
-_CASTS = "strict_mode and allow_adaptation: false cast nothing; cast it yourself"
+def cast_reasons(routed: Routed, policy: Policy) -> list[Reason]:
+    """Why policy refuses a call whose tensors were cast, whatever would run it."""
+    if policy.allow_adaptation and not policy.strict_mode:
+        return []
+    code, hint = ReasonCode.DTYPE_UNSUPPORTED, "strict_mode and allow_adaptation: false cast nothing; cast it yourself"
+    cast = [(name, *map(dtype_name, dtypes)) for name, dtypes in routed.casts.items() if name]
+    return [Reason(code, name, after, before, hint) for name, before, after in cast]
 
 
 JUST_FAILED = Reason(ReasonCode.BACKEND_ERROR, "this call", "a result", "an exception; see the log")
@@ -128,9 +132,8 @@ def policy_reasons(kernel: Kernel, facts: Facts, policy: Policy) -> list[Reason]
     reasons += [_denied(f"deny: {pattern}", "another kernel", kernel.id) for pattern in denying]
     if policy.isolating:
         reasons += isolation.reasons(kernel, facts, policy)
-    allowed = policy.allow
-    if allowed and not kernel.is_reference and not any(names_kernel(pattern, kernel) for pattern in allowed):
-        reasons.append(_denied("allow", " or ".join(allowed), kernel.id))
+    if policy.allow and not kernel.is_reference and not any(names_kernel(each, kernel) for each in policy.allow):
+        reasons.append(_denied("allow", " or ".join(policy.allow), kernel.id))
     for index, rule in enumerate(policy.rules):
         if rule.deny and any(names_kernel(pattern, kernel) for pattern in rule.deny) and rule.matches(facts):
             reasons.append(_denied(f"rules[{index}].deny", "another kernel", kernel.id))
@@ -181,9 +184,7 @@ def trust_reasons(
             hint = how_to_vet(kernel, facts)
             got = "a plugin without a verdict" if kernel.trust is Trust.PLUGIN else "never run, without a verdict"
             reasons.append(Reason(ReasonCode.NOT_VETTED, kernel.id, "vetted", got, hint))
-    if here and facts["capturing"]:
-        reasons += capture_reasons(kernel, facts, policy, ledger)
-    return reasons
+    return reasons + (capture_reasons(kernel, facts, policy, ledger) if here and facts["capturing"] else [])
 
 
 def _as_here(kernel: Kernel, device: Device, machine: Machine) -> bool:
@@ -219,8 +220,8 @@ def library_reason(kernel: Kernel, facts: Facts, machine: Machine, verdict: Verd
     state = machine.state(kernel.backend, facts.device)
     if state.reason is None or (state.untested and verdict is Verdict.PASSED):
         return None
-    revision = kernel.revision
-    own = revision is None or machine.state(revision.before.backend, facts.device).reason is not None
+    before = None if kernel.revision is None else kernel.revision.before.backend
+    own = before is None or machine.state(before, facts.device).reason is not None
     return state.reason if own else _hinted(state.reason, kernel)
 
 
@@ -300,8 +301,8 @@ def state_findings(kernel: Kernel, facts: Facts) -> list[Finding]:
         findings.append(Finding(Reason(ReasonCode.NON_DETERMINISTIC, "deterministic", "the same", "not deterministic")))
     if facts["capturing"] and not kernel.graph_safe:
         findings.append(Finding(Reason(ReasonCode.CUDA_GRAPH_UNSAFE, "graph_safe", "graph-safe", "not graph-safe")))
-    asked = facts.operation.left_by_state
-    left = asked(facts) if asked is not None and not kernel.is_reference else None
+    asked = None if kernel.is_reference else facts.operation.left_by_state
+    left = None if asked is None else asked(facts)
     if left is not None and kernel.source not in left[1]:
         findings.append(Finding(_denied(left[0], " or ".join(left[1]), kernel.source)))
     return findings

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sys
-import warnings
 
 from layerzero.core.errors import LayerZeroFallbackWarning, LayerZeroPerformanceWarning, LayerZeroWarning
 from layerzero.core.plan import Plan
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log, warn
 from layerzero.core.system.memory import FREE, mib
 from layerzero.engine import headroom, proofs
 from layerzero.engine.events import EVENTS
@@ -18,8 +18,6 @@ from layerzero.engine.frozen_choices import Frozen
 from layerzero.engine.health import Health
 from layerzero.engine.pick import PLACE
 from layerzero.engine.policy import Policy
-
-log = logging.getLogger("layerzero")
 
 _told: set[tuple[str, str]] = set()
 _told_lock = forking.lock()
@@ -36,7 +34,7 @@ def tell_fallback(plan: Plan, another: Plan, error: Exception, health: Health) -
         f"{another.kernel.id} ran in its place. lz.doctor() lists what rests in this process."
     )
     if _is_new(key):
-        warnings.warn(text, LayerZeroFallbackWarning, stacklevel=4)
+        warn(text, LayerZeroFallbackWarning, stacklevel=4)
     else:
         log.warning("%s", text)
 
@@ -77,7 +75,8 @@ def tell_choice(plan: Plan, policy: Policy, frozen: Frozen | None) -> None:
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info("%s", text)
     else:
-        sys.stderr.write(f"layerzero: {text}\n")
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # a service may have none, or a closed one
+            sys.stderr.write(f"layerzero: {text}\n")
 
 
 def tell_adaptations(plan: Plan, policy: Policy) -> None:
@@ -129,7 +128,7 @@ def _once(key: tuple[str, str], message: str, kind: type[LayerZeroWarning] = Lay
     if not _is_new(key):
         return
     log.warning("%s", message)
-    warnings.warn(message, kind, stacklevel=5)
+    warn(message, kind, stacklevel=5)
 
 
 def _is_new(key: tuple[str, str]) -> bool:

@@ -7,13 +7,13 @@ left out there, until another version of it is installed or ``layerzero doctor``
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
 import importlib.metadata
-import logging
+import sys
 import time
-import warnings
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from types import ModuleType
@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 from layerzero.core.errors import LayerZeroWarning, RegistrationError
 from layerzero.core.kernel import Kernel, Trust
 from layerzero.core.operation import Function, Operation
+from layerzero.core.system import log, warn
 from layerzero.engine import health
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.policy import Policy
@@ -31,8 +32,6 @@ ENTRY_POINTS = "layerzero.backends"
 
 SLOW_S = 2.0
 """A longer import is reported: the first call of a process waits for it."""
-
-log = logging.getLogger("layerzero")
 
 
 class Brought(NamedTuple):
@@ -94,6 +93,15 @@ class Plugins:
         """Do not import a plugin in this process: a child has shown what it does."""
         self._harmful[name] = why
 
+    def let_others_import(self) -> None:
+        """Wait for other threads that import a plugin; without the registry's lock, which its code may ask for."""
+        for each in installed():
+            names = (each.module.partition(".")[0], each.module) if not refused(each, CONFIGURATION.policy) else ()
+            for name in names:
+                if name in sys.modules:
+                    with contextlib.suppress(Exception):  # the import that counts raises it again
+                        importlib.import_module(name)
+
     def load(self) -> None:
         """Import what policy admits and was not imported yet; take out what it admits no more."""
         policy = CONFIGURATION.policy
@@ -127,7 +135,7 @@ class Plugins:
             with SERVICES.importing(plugin.name, version_of(plugin)) as before:
                 if before:
                     self._harmful[plugin.name] = before
-                    warnings.warn(f"the plugin {plugin.name!r} is left out: {before}", LayerZeroWarning, stacklevel=2)
+                    warn(f"the plugin {plugin.name!r} is left out: {before}", LayerZeroWarning, stacklevel=2)
                     return
                 loaded = brought(plugin.load())
             self._registry.add_operations(loaded.operations)
@@ -143,7 +151,7 @@ class Plugins:
     def failed(self, name: str, error: BaseException, where: str = "") -> None:
         """Say that a plugin, or a part of it, is not here."""
         self.errors[name] = f"{type(error).__name__}: {error}"
-        warnings.warn(f"the plugin {name!r}{where} was not loaded: {error!r}", LayerZeroWarning, stacklevel=2)
+        warn(f"the plugin {name!r}{where} was not loaded: {error!r}", LayerZeroWarning, stacklevel=2)
 
 
 @functools.cache

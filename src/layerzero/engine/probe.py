@@ -73,7 +73,6 @@ class Machine:
 
     @property
     def torch(self) -> str:
-        """The version of torch."""
         return (self.libraries or {}).get("torch") or str(torch.__version__)
 
     def version(self, backend: Backend, device: Device) -> str | None:

@@ -20,7 +20,7 @@ from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.function_kernels import reference_kernel
 from layerzero.engine.hub import Hub
 from layerzero.engine.plugins import Plugins
-from layerzero.engine.policy import Lock, Policy, meant
+from layerzero.engine.policy import Lock, Policy, meant, names_kernel
 from layerzero.engine.services import SERVICES
 from layerzero.engine.setting_names import Names
 from layerzero.engine.settings import nearest
@@ -164,6 +164,8 @@ class Registry:
 
     def register_kernels(self, kernels: Sequence[Kernel]) -> None:
         """Add several kernels, all or none. Raises: as :meth:`register_kernel`."""
+        if self.plugins is not None and not self._loaded:
+            self.plugins.let_others_import()
         with self._lock:
             self._load()
             with self._change():
@@ -201,7 +203,6 @@ class Registry:
                 self._known = self._known.revised(changed)
 
     def unregister_kernel(self, kernel_id: str) -> None:
-        """Remove a kernel."""
         with self._change():
             self._known = self._known.without(self.kernel(kernel_id))
 
@@ -246,6 +247,8 @@ class Registry:
         policy, plugins = CONFIGURATION.policy, self.plugins
         if policy is self._ready_for and self._loaded and not (plugins is not None and plugins.functions):
             return
+        if plugins is not None and (not self._loaded or plugins.awaited()):
+            plugins.let_others_import()
         if not self._loaded:
             with self._lock:
                 self._load()
@@ -272,7 +275,6 @@ class Registry:
                 plugins.failed(name, error)
 
     def operations(self) -> dict[str, Operation]:
-        """Every operation by name."""
         return dict(self._known.operations)
 
     def operation(self, name: str) -> Operation:
@@ -305,6 +307,17 @@ class Registry:
         names = self.operations_named(pattern)
         found = {kernel.id: kernel for name in names for kernel in self._known.kernels[name]}
         return sorted(found.values(), key=lambda kernel: (-kernel.priority, kernel.id))
+
+    def check_named(self, patterns: Sequence[str], option: str = "--kernel") -> None:
+        """Refuse a pattern that names no kernel. Raises: ValueError with the nearest name; TypeError for a text."""
+        if isinstance(patterns, str):  # each of its letters would be one
+            raise TypeError(f"{option}: wanted a list of libraries or kernels, got {patterns!r}; pass [{patterns!r}]")
+        kernels = self.kernels()
+        for pattern in patterns:
+            if not any(names_kernel(pattern, each) for each in kernels):
+                known = sorted({name for each in kernels for name in (each.id, each.source)})
+                near = nearest(pattern, known) or "; `layerzero kernels` lists them, --module brings yours"
+                raise ValueError(f"{option}: wanted a library or kernel, got {pattern!r}, which names none here{near}")
 
     def operations_named(self, pattern: str) -> list[str]:
         """Names of the operations that a name, alias, function or glob covers; an operation's name means itself alone.

@@ -138,6 +138,10 @@ class SettingsBlock(ContextDecorator, AbstractContextManager[None]):
     def __init__(self, scopes: Scopes, values: Mapping[str, Any]) -> None:
         self._scopes, self._values = scopes, values
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another block of these settings, entered nowhere: of the process that reads it, with what it decorates."""
+        return _block_here, (self._values,)
+
     def _recreate_cm(self) -> SettingsBlock:
         return SettingsBlock(self._scopes, self._values)  # each call of a decorated function enters one of its own
 
@@ -172,3 +176,9 @@ class SettingsBlock(ContextDecorator, AbstractContextManager[None]):
         if self._scope is not None:
             self._scopes.restore(self._scope, self._outer, token)
         self._scope = self._outer = self._token = None
+
+
+def _block_here(values: Mapping[str, Any]) -> SettingsBlock:
+    from layerzero.engine.config import SCOPES
+
+    return SCOPES.scope(values)

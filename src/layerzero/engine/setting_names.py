@@ -7,13 +7,13 @@ environment at the first choice under them, when a program has registered its ow
 from __future__ import annotations
 
 import fnmatch
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from layerzero.core.errors import LayerZeroWarning, PolicyError, UnknownOperationError
 from layerzero.core.facts import FACT_ALIASES
 from layerzero.core.kernel import REFERENCE_BACKEND, Kernel
+from layerzero.core.system import warn
 from layerzero.engine.config import CONFIGURATION, SCOPES
 from layerzero.engine.function_kernels import USER_BACKEND
 from layerzero.engine.plugins import Plugins, installed, names_of
@@ -98,7 +98,7 @@ class Names:
         if strict:
             raise _error(strict)
         for _, text in wrong:
-            warnings.warn(f"{text}{more}", LayerZeroWarning, stacklevel=2)
+            warn(f"{text}{more}", LayerZeroWarning, stacklevel=2)
         if len(self._checked) >= _MAX_CHECKED:
             self._checked.clear()
         self._checked.add(policy)

@@ -43,7 +43,6 @@ class Setting:
         meaning: one line for the documentation.
         choices: allowed values, any of the type if empty.
         words: allowed texts of a key that is a list otherwise.
-        built: whether its feature exists; a key without one is accepted at its default and refuses other values.
         most: the largest value of a number, if it has one.
         least: the smallest one.
         above: a number that a value must be more than, if there is one.
@@ -57,7 +56,6 @@ class Setting:
     meaning: str
     choices: tuple[Any, ...] = ()
     words: tuple[str, ...] = ()
-    built: bool = True
     scoped: bool = True
     at_start: bool = False
     fits: Callable[[Any], object] | None = None
@@ -92,14 +90,14 @@ SETTINGS: dict[str, Setting] = {
     "max_error": Setting(
         float,
         0.0,
-        "refuse kernels whose result was measured farther from the reference, relative to it, where times decide, and "
-        "those of unknown error where torch's own may run, which is never refused; 0 refuses none",
+        "where times decide, refuse kernels with a larger measured error, relative to the reference. Torch's own is "
+        "never refused; where it may run, kernels of unknown error are. 0 refuses none",
     ),
     "require_vetting": Setting(bool, True, "refuse plugin kernels that were not vetted on this machine"),
     "graph_strict_mode": Setting(
         bool,
         False,
-        "refuse, in the capture of a CUDA graph, kernels whose captures were not proved here; `layerzero vet --graph` "
+        "in the capture of a CUDA graph, refuse kernels whose captures were not proved here. `layerzero vet --graph` "
         "proves them, and so does lz.warmup where this is set",
     ),
     "vet_in_background": Setting(
@@ -123,15 +121,15 @@ SETTINGS: dict[str, Setting] = {
     "debug": Setting(
         bool,
         False,
-        "look at places, counts and promises on any device before a call, by one read of it, and synchronise it after "
-        "the call, so that errors surface where they arise; nothing of this in a capture",
+        "check places, counts and promises on any device before a call, by one read, and synchronise after it, so that "
+        "errors surface where they arise. Captures skip this",
     ),
     "layout": Setting(str | None, None, f"layout where a call of {_OF_ASKING} names none", (None, *_LAYOUTS)),
     "memory_headroom_mb": Setting(
         int,
         1024,
-        "largest workspace, in MiB, that a kernel may need; where every kernel needs more, the one that needs least "
-        "runs and a warning says so, unless fallback_enabled is false",
+        "largest workspace of a kernel in MiB. Where all need more, the one that needs least runs with a warning, "
+        "unless fallback_enabled is false",
     ),
     "memory.safety_factor": Setting(
         float, 1.2, "a kernel's workspace and results must be free so many times when a call is chosen for", least=1.0
@@ -150,8 +148,8 @@ SETTINGS: dict[str, Setting] = {
     "memory.large_pages": Setting(
         bool,
         True,
-        "weights on a CPU that lz.optimize finds, and packed forms, get pages of 2 MiB where Linux gives them to "
-        "programs that ask: a processor that streams them waits less. The system takes 1 to 4 s for a GB",
+        "on a CPU, weights that lz.optimize finds and packed forms get pages of 2 MiB from Linux, which are faster to "
+        "stream. The system takes 1 to 4 s for a GB",
     ),
     "prefer_sources": Setting(list[str], [], "libraries or kernel globs that earn 20 points"),
     "avoid_sources": Setting(list[str], [], "libraries or kernel globs that lose 50 points"),
@@ -180,7 +178,7 @@ SETTINGS: dict[str, Setting] = {
     "unmeasured": Setting(
         str,
         "stock",
-        "what runs where nothing was measured: stock, what torch's own function runs, or priority, the static order",
+        "the choice where nothing was measured: what torch's own function runs (stock), or the static order (priority)",
         ("stock", "priority"),
     ),
     "rules": Setting(list[dict[str, Any]], [], "preferences that hold where facts match"),
@@ -206,12 +204,12 @@ SETTINGS: dict[str, Setting] = {
     "quant.fallback": Setting(
         str,
         "requested",
-        "where no fast kernel takes a format of weights, lz.optimize takes another one: never, for weights that it is "
-        "to quantise, or also for those that a model holds quantised, which lose again",
+        "weights that lz.optimize gives another format, where no fast kernel takes theirs: none, those that you ask "
+        "for, or also those that a model holds quantised, which lose again",
         ("never", "requested", "held"),
     ),
     "quant.priority": Setting(
-        str, "balanced", "what lz.optimize prefers among formats of weights: see docs/quantizing.md", PRIORITIES
+        str, "balanced", "what lz.optimize prefers among formats of weights (docs/quantizing.md)", PRIORITIES
     ),
     "quant.profile": Setting(
         dict[str, Any], {}, "format to what a model loses in it, as `mxfp4: 0.05`: counts before ranks", fits=profiled
@@ -224,15 +222,14 @@ SETTINGS: dict[str, Setting] = {
     "manifest.stale_days": Setting(
         float, 7.0, "age from which a recorded workload is used with a warning: programs change", scoped=False
     ),
-    "explain_enabled": Setting(bool, True, "explanations are always available", built=False),
+    "explain_enabled": Setting(bool, True, "explanations are always there and cost calls nothing", (True,)),
     "plan_mode": Setting(
         bool, False, "lz.solve chooses kernels of calls that follow each other together, by runs of the model"
     ),
     "backend_isolation": Setting(
         str,
         "in_process",
-        "where the kernels that `isolate` names run: in this process, in a child process for each library, or in a "
-        "container of each library's image",
+        "process of the kernels that `isolate` names: this one, a child of each library, or a container of its image",
         ("in_process", "subprocess", "container"),
     ),
     "isolate": Setting(
@@ -266,16 +263,16 @@ SETTINGS: dict[str, Setting] = {
     "distributed_selection": Setting(
         str,
         "independent",
-        "whether ranks of torch.distributed run the same kernels: each chooses for itself; they agree where lz.warmup, "
-        "lz.tune and lz.optimize end, and the lowest rank's kernel counts; or rank 0's choices alone count",
+        "how ranks of torch.distributed choose. With agree, the lowest rank's kernels count where lz.warmup, lz.tune "
+        "and lz.optimize end. With rank0_broadcast, rank 0's choices alone count",
         ("independent", "agree", "rank0_broadcast"),
         scoped=False,
     ),
     "on_version_mismatch": Setting(
         str,
         "error",
-        "where ranks that agree have other versions or kernels: all raise; all run torch's own kernels and the "
-        "references; or those of one version agree among themselves",
+        "what ranks with other versions or kernels do: raise, run torch's own kernels and references (fallback), or "
+        "agree among those of one version (best_effort)",
         ("error", "fallback", "best_effort"),
         scoped=False,
     ),
@@ -345,17 +342,21 @@ _WANTED = {
 }
 """Types in words of a YAML file; others are texts."""
 
+_ELSEWHERE: dict[object, str] = {
+    "distributed.version_check_interval_s": "; lz.agree(every=n) compares versions at each n-th call.",
+    "distributed.verify_selections": "; lz.agree() verifies that each rank can run what was chosen.",
+    "rolling_update": "; `layerzero rolling-update --help` has these as options.",
+}
+"""What the specification has as keys and LayerZero elsewhere."""
+
 
 def checked(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Flatten and check values against the table.
-
-    Raises: PolicyError with each unknown key and the nearest, and with each wrong value, what was wanted and what came.
-    """
+    """Flatten and check values against the table. Raises: PolicyError with each unknown key and each wrong value."""
     flat = flatten(values, origin)
     problems = []
     for name, value in flat.items():
         if name not in SETTINGS:
-            hint = nearest(str(name), SETTINGS)  # YAML reads 3 and true as no texts
+            hint = _ELSEWHERE.get(name) or nearest(str(name), SETTINGS)  # YAML reads 3 and true as no texts
             problems.append(f"{origin}: unknown key {name!r}{hint or '.'} See `layerzero config keys`.")
             continue
         given = list(value) if isinstance(value, tuple) else value
@@ -383,9 +384,6 @@ def _problem_of(setting: Setting, value: Any) -> str:
         return f"wanted {' or '.join(repr(choice) for choice in setting.choices)}, got {told(value)}"
     if setting.words and isinstance(value, str) and value not in setting.words:
         return f"wanted {' or '.join(map(repr, setting.words))} or a list of names, got {value!r}"
-    if not setting.built and value != setting.default:
-        known = f"this version knows only the default {setting.default!r}, got {value!r}"
-        return f"{known}; remove the key until the feature exists"
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not value >= setting.least:
         return f"wanted a number of at least {setting.least:g}, got {told(value)}"
     if setting.above is not None and not value > setting.above:

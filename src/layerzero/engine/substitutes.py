@@ -9,7 +9,6 @@ have what it wants. A plan that never ran notes which handles it refused: to mar
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,13 @@ from layerzero.core.errors import CudaGraphUnsafeError, NoKernelFoundError, NotP
 from layerzero.core.handle import Handle
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Plan
+from layerzero.core.system import log
 from layerzero.engine import failures, headroom, health, transforms
 from layerzero.engine.config import current_policy
 from layerzero.engine.policy import Policy
 
 if TYPE_CHECKING:
     from layerzero.engine.dispatch import Dispatcher, Engine
-
-log = logging.getLogger("layerzero")
 
 MAX_CALLS = 64
 """Sizes of calls whose substitutes a plan keeps."""

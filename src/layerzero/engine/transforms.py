@@ -7,7 +7,6 @@ The reference is made of them, so it runs, where the operator's word allows it: 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -27,7 +26,8 @@ from layerzero.core.facts import CallState, FactsBuilder
 from layerzero.core.operation import Function, Routed
 from layerzero.core.plan import Plan, Report
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.engine.legality import policy_reasons
+from layerzero.core.system import log
+from layerzero.engine.legality import cast_reasons, policy_reasons
 from layerzero.engine.pick import SHAPES_ONLY
 from layerzero.engine.policy import Policy, names_kernel
 from layerzero.engine.probe import Machine
@@ -51,6 +51,7 @@ def reference_in_transform(
     Raises: NoKernelFoundError where policy does not allow it; InvalidCallError where torch cannot write into a tensor
         that the operation changes.
     """
+    _refuse_casts(routed, policy)
     if torch.compiler.is_dynamo_compiling() and _is_free(policy):
         with _without_autocast(routed):
             return reference_call(routed)
@@ -134,6 +135,13 @@ def _is_free(policy: Policy) -> bool:
     """Whether nothing is said that could refuse the reference."""
     bent = policy.deny or policy.rules or policy.locks or policy.invariant
     return bool(policy.fallback_enabled and not bent)
+
+
+def _refuse_casts(routed: Routed, policy: Policy) -> None:
+    """Raise NoKernelFoundError where a call cast its tensors and policy wants none cast."""
+    reasons = cast_reasons(routed, policy)
+    if reasons:
+        raise NoKernelFoundError(routed.operation.name, {f"reference.{routed.operation.name}": reasons})
 
 
 def _check_policy(routed: Routed, policy: Policy, registry: Registry, state: CallState) -> None:
@@ -220,8 +228,6 @@ def in_dispatch_mode() -> bool:
 if TYPE_CHECKING:
     from layerzero.engine.dispatch import Dispatcher
 
-log = logging.getLogger("layerzero")
-
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
@@ -251,7 +257,9 @@ def shapes_answer(dispatcher: Dispatcher, arguments: dict[str, Any], policy: Pol
     """Answer a call on meta tensors: its results have shapes only, and no kernel runs."""
     if dispatcher.engine.watchers:
         tell_shapes(dispatcher, arguments, policy)
-    return fake_call(dispatcher.function.route(dict(arguments), policy.layout))
+    routed = dispatcher.function.route(dict(arguments), policy.layout)
+    _refuse_casts(routed, policy)
+    return fake_call(routed)
 
 
 def tell_shapes(dispatcher: Dispatcher, arguments: dict[str, Any], policy: Policy) -> None:

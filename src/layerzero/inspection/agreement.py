@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
@@ -20,6 +19,7 @@ import msgspec
 
 from layerzero.core.arguments import told
 from layerzero.core.errors import FrozenChoiceError, LayerZeroWarning, PolicyError
+from layerzero.core.system import warn
 from layerzero.core.system.memory import uncollected
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
@@ -71,12 +71,13 @@ def agree(
             lz.agree(every=1000)  # the 1000th, 2000th, ... call of each rank is an agreement
             model(batch)
 
-    Of a class that several ranks have called, the lowest rank's kernel counts, or, where ``distributed_selection`` is
-    ``rank0_broadcast``, its classes alone. From then on new times change nothing until ranks agree again, and a class
-    that is not among them is chosen for by priority and id, among kernels that need no build and no vetting, which is
-    the same on all ranks; a collective may be compiled in the call. Each agreement asks about classes that were met
-    since, and about all where times, settings or kernels changed. Ranks with other processors agree among themselves,
-    and a warning names the groups. The plans of scopes stay what they are; no other rank has their settings.
+    Of a class that several ranks have called, the lowest rank's kernel counts. With ``distributed_selection:
+    rank0_broadcast`` rank 0's classes alone count. From then on new times change nothing until ranks agree again. A
+    class that is not among them is chosen for by priority and id, which is the same on all ranks, among kernels that
+    need no build and no vetting. A collective may be compiled in the call. Each agreement asks about classes that were
+    met since, and about all where times, settings or kernels changed. Ranks with other processors agree among
+    themselves, and a warning names the groups. The plans of scopes stay what they are; no other rank has their
+    settings.
 
     No collective runs: ranks write into the group's store, and the last that comes decides. A rank that is missing when
     the time is up is named on all others, and nothing changes on any. An agreement has at most three questions.
@@ -189,7 +190,7 @@ def _agreed(
     verdict = msgspec.json.decode(said, type=arrivals.Verdict)
     assert known is not None  # else that raised on all
     if verdict.told:
-        warnings.warn(f"agree: {'; '.join(verdict.told)}", LayerZeroWarning, stacklevel=3)
+        warn(f"agree: {'; '.join(verdict.told)}", LayerZeroWarning, stacklevel=3)
     same = held if isinstance(held, Agreed) and verdict.kind == "same" else None
     shared: Frost = document({})
     own: Mapping[str, FrozenChoice] = {}

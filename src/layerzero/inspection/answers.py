@@ -56,8 +56,8 @@ def explain(
 
     Args:
         operation: a function (``lz.attention``) or its name, an operation or its name, or an alias
-            (``attention.causal``); or the facts of a call made by :func:`facts`. ``lz.scaled_dot_product_attention``
-            stands for the call of ``lz.attention`` that it makes.
+            (``attention.causal``). Or the facts of a call made by :func:`facts`. ``lz.scaled_dot_product_attention``
+            means the call of ``lz.attention`` that it makes.
         args, kwargs: the function's arguments. Tensors on ``meta`` will do.
         device: ask about another device, by name (``"H100"``) or description.
         libraries: ask about other installed libraries: distribution name to version, in any spelling of the name.
@@ -106,7 +106,12 @@ def _explain_call(
         state = msgspec.structs.replace(state, capturing=capturing)
     report, _ = dispatcher.explain(arguments, policy, machine=machine, call_state=state)
     check_operation(name, report)
-    return _with_workspaces(report)
+    report = _with_workspaces(report)
+    if state is not None or report.facts.device.platform != "cuda":
+        return report
+    from layerzero.backends.torch.cuda_attention import with_torchs_words  # a question alone loads it
+
+    return with_torchs_words(report, arguments)
 
 
 def _with_workspaces(report: Report) -> Report:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copyreg
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, NamedTuple
 
 import torch
 
 from layerzero.core.bundle import MISSING, Bundle, unpack
 from layerzero.core.eager_state import declared
-from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError
+from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, stays
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Plan, Report
 from layerzero.engine import accelerator
@@ -31,11 +31,7 @@ _OF_TENSOR = ("shape", "strides", "dtype", "device", "address modulo 16", "requi
 _OF_STATE = ("gradients are wanted", "deterministic algorithms", "autocast")
 
 
-def _stays(bound: Any, _protocol: SupportsIndex = 0) -> NoReturn:
-    """What copy and pickle ask for. Raises: InvalidCallError."""
-    problem = f"wanted a bound function as lz.bind made it, got a copy or a pickle of {bound!r}; call lz.bind again"
-    raise InvalidCallError("lz.bind", [problem])
-
+_stays = stays("lz.bind", "bound function", "call lz.bind again")
 
 if accelerator.HOT is not None:
     copyreg.pickle(accelerator.HOT.Bound, _stays)
@@ -57,7 +53,7 @@ class BoundFunction:
     Attributes:
         function: name of the public function.
         plan: what runs; chosen anew by the first guarded call after the epoch moved.
-        guard: whether calls are looked at.
+        guard: whether calls are checked.
         parameters: names of what a call passes, in order.
         fast: the same callable in C; None where there is none.
     """
@@ -81,7 +77,6 @@ class BoundFunction:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
         return self._in_force.plan
 
     @property
@@ -247,17 +242,17 @@ def bind(function_or_operation: Named, *args: Any, guard: bool = True, **kwargs:
 
     The bound callable takes, by position or name, those tensors, handles and bounds that the example had; every other
     argument is fixed. Nothing runs here, and the example is not kept. Where the example had a layer of a cache
-    (:class:`layerzero.KVCache`) in place of tensors, calls take one, too, in the example's order; such a call costs
-    some microseconds more than one with the tensors, which the bound callable takes as well.
+    (:class:`layerzero.KVCache`) in place of tensors, calls take one, too, in the example's order. That costs some
+    microseconds more than the tensors, which the bound callable takes as well.
 
-    Guarded, a call must be like the example in shapes, strides, dtypes, devices, alignment, grad mode, autocast,
-    deterministic mode and what else its function depends on (``Function.state``): InvalidCallError names what is not.
-    Once the epoch moved (settings, a failing or banned kernel, a new winner), the next call chooses anew. Inside a
+    Guarded, a call must be like the example in shapes, strides, dtypes, devices, alignment, grad mode, autocast and
+    deterministic mode. So must what else its function depends on (``Function.state``). InvalidCallError names what is
+    not. Once the epoch moved (settings, a failing or banned kernel, a new winner), the next call chooses anew. Inside a
     mode, a transform or a scope with other settings, and with another number of threads, a call is one of the function
     itself. A failure is answered as everywhere.
 
-    ``guard=False`` looks at nothing: the first call is checked, every later one runs that kernel whatever it is given
-    and whatever was decided since, and the caller gets the kernel's own exception.
+    ``guard=False`` checks the first call alone. Every later one runs that kernel, whatever it is given and whatever was
+    decided since, and the caller gets the kernel's own exception.
 
     Of functions without tensors (``lz.bind(lz.tokenize, "an example", "cl100k_base")``) a bound call passes what the
     first parameter is. One or several must be as bound; where sizes are of another class, the function itself runs.

@@ -171,7 +171,7 @@ def register_kernel(
     """Register the decorated function as a kernel; it is then a candidate like any other.
 
     The function gets the operation's required tensors by position, in the layout it declares (``layout=``, BSHD by
-    default), and, by name, exactly those further arguments that it has. What it does not have it is never offered.
+    default). It gets by name exactly those further arguments that it has. What it does not have it is never offered.
 
     Args:
         operation: an operation; a function (``attention``), which means all of its operations; or ``attention.causal``

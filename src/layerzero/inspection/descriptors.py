@@ -110,7 +110,6 @@ class LoadedDescriptor:
     entries: Mapping[str, tuple[Entry, tuple[Operation, ...]]] = field(repr=False)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {"name": self.name, "sha256": self.sha256, "kernels": list(self.kernels)}
 
 

@@ -135,7 +135,6 @@ class Diagnosis:
     processes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         asked_for: dict[str, object] = {"asked_for": [each.to_dict() for each in self.asked_for]}
         return {
             "versions": self.versions,

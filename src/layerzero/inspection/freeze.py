@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from layerzero.core.handle import OfKind
 from layerzero.core.operation import Routed
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system import warn
 from layerzero.core.system.disk import write_whole
 from layerzero.engine import frozen_choices, probe
 from layerzero.engine.bucket_table import BucketTable
@@ -106,23 +106,23 @@ def freeze(
     """Let choices stop changing: each class of calls keeps its kernel until :func:`thaw`.
 
     Without a manifest the choices are those of every call that this process has made or warmed up, in scopes as
-    outside, whatever was set, built or tuned since: what runs now where there is a plan, else what selection would take
-    now. With a manifest they are its choices, after this process has shown that it would make each of them itself;
-    those of scopes are left out, since no other process has their settings.
+    outside. A call with a plan keeps its kernel; any other gets what selection would take now. With a manifest they are
+    its choices, after this process has shown that it would make each of them itself. Those of scopes are left out,
+    since no other process has their settings.
 
-    While frozen, new times start no epoch and decide nothing. Legality, health, denials and locks hold as ever: where a
-    frozen kernel cannot run, the next by priority does, with a warning and a line in ``frozen().departures``, or
-    NoKernelFoundError is raised where ``fallback_enabled`` is off. A class that was not seen before is chosen for by
-    priority and id, without times, keeps that kernel, and is listed in ``frozen().added``. Calls with tensors that are
-    not contiguous have classes of their own; one that was not seen gets the kernel of dense tensors, if it may run.
+    While frozen, new times start no epoch and decide nothing. Legality, health, denials and locks hold as ever. Where a
+    frozen kernel cannot run, the next by priority does, with a warning and a line in ``frozen().departures``.
+    NoKernelFoundError is raised instead where ``fallback_enabled`` is off. A class that was not seen before is chosen
+    for by priority and id, without times, keeps that kernel, and is listed in ``frozen().added``. Calls with tensors
+    that are not contiguous have their own classes. Without one, they get the kernel of dense tensors, if it may run.
 
-    A plan that :func:`lz.solve` wrote is held as it is, whatever this process would choose itself, where model, device,
-    driver, libraries and settings are those that it was solved for and each of its kernels may run. It says for which
-    sizes its choices hold: a call outside of its buckets is chosen for at run time, with times, and listed with
-    ``PLAN_BUCKET_MISS`` in ``frozen().plan.misses``. Calls of functions that the plan lacks are chosen for as ever.
+    A plan that :func:`lz.solve` wrote is held as it is, whatever this process would choose itself. Model, device,
+    driver, libraries and settings must be those that it was solved for, and each of its kernels must be able to run. A
+    call outside of its buckets is chosen for at run time, with times, and listed with ``PLAN_BUCKET_MISS`` in
+    ``frozen().plan.misses``. Calls of functions that the plan lacks are chosen for as ever.
 
-    A warning tells of a document without choices, of points of a plan's grid that were not recorded, and of classes
-    that are not in it because there were too many.
+    A warning names a document without choices, points of a plan's grid that were not recorded, and classes that are
+    missing because there were too many.
 
     Args:
         manifest: a document or its file.
@@ -152,7 +152,7 @@ def freeze(
         except FrozenChoiceError as error:
             if otherwise == "error":
                 raise
-            warnings.warn(f"freeze: nothing is frozen, choices go on: {error}", LayerZeroWarning, stacklevel=2)
+            warn(f"freeze: nothing is frozen, choices go on: {error}", LayerZeroWarning, stacklevel=2)
             return document({})
         tell_if_short("freeze", found.choices, found.solved)
         _take(found, strict)
@@ -226,7 +226,7 @@ def tell_if_short(asked: str, choices: Mapping[str, FrozenChoice], solved: Solve
             "are not held: they are chosen for by priority, without times. lz.thaw(), make one step, then ask again"
         )
     if problem:
-        warnings.warn(f"{asked}: {problem}", LayerZeroWarning, stacklevel=3)
+        warn(f"{asked}: {problem}", LayerZeroWarning, stacklevel=3)
 
 
 def _choices_now() -> dict[str, FrozenChoice]:

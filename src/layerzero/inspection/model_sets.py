@@ -27,7 +27,7 @@ from layerzero.engine.probe import Machine, check_requirement
 from layerzero.engine.registry import REGISTRY
 from layerzero.engine.settings import nearest
 from layerzero.inspection.answers import explain
-from layerzero.ops import SETS, OperationSet
+from layerzero.ops import SET_ALIASES, SETS, OperationSet
 from layerzero.ops.calls import accepted, arguments_of, function_for, is_call_of
 
 _STOCK = "torch"
@@ -76,7 +76,6 @@ class OperationFinding:
     handles: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -108,17 +107,21 @@ def set_named(name: str) -> OperationSet:
 
     Raises: ValueError for a word that names none, with the nearest.
     """
-    if isinstance(name, str) and name in SETS:
-        return SETS[name]
+    if known := _known(name):
+        return known
     words = [each.strip() for each in name.split(",") if each.strip()] if isinstance(name, str) else []
     return OperationSet(
         "operations named by the caller", tuple(dict.fromkeys(chain(*map(_operations_of, words or [name]))))
     )
 
 
+def _known(word: object) -> OperationSet | None:
+    return SETS.get(SET_ALIASES.get(word, word)) if isinstance(word, str) else None
+
+
 def _operations_of(word: object) -> tuple[str, ...]:
-    if isinstance(word, str) and word in SETS:
-        return SETS[word].operations
+    if known := _known(word):
+        return known.operations
     near = nearest(word, SETS) if isinstance(word, str) else ""
     try:
         found = REGISTRY.operations_named(word) if isinstance(word, str) and word else []
@@ -246,7 +249,6 @@ class LibrarySet:
         return [*([f"pip install {' '.join(map(_quoted, pinned))}"] if packages else []), *own]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {**asdict(self), "commands": self.commands}
 
     def lines(self) -> list[str]:

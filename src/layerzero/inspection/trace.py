@@ -74,9 +74,12 @@ class Trace:
     def __init__(self) -> None:
         self._lock = forking.lock()
         self._rows: dict[tuple[object, ...], TraceRow] = {}
-        self._ran: dict[str, Module] = {}
+        self._ran: dict[str, bool] = {}  # whether it has no submodules
         self._modules: dict[str, str] = {}
         self.elsewhere = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (), {name: each for name, each in vars(self).items() if name != "_lock"}
 
     @property
     def rows(self) -> list[TraceRow]:
@@ -87,11 +90,10 @@ class Trace:
     def others(self) -> dict[str, int]:
         """See above."""
         served = {row.layer for row in self.rows}
-        leaves = (path for path, module in self._ran.items() if not any(True for _ in module.children()))
+        leaves = (path for path, is_leaf in self._ran.items() if is_leaf)
         return dict(Counter(self._modules[path] for path in leaves if path not in served).most_common())
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "layers": [msgspec.to_builtins(row) for row in self.rows],
             "others": self.others,
@@ -143,7 +145,9 @@ class Trace:
                 if _TRACED.get() is not self:  # another thread's
                     return
                 entered.append((module, PLACE.get()))
-                self._ran[path] = module  # the innermost of a path: torch.compile puts one around it
+                self._ran[path] = not any(
+                    True for _ in module.children()
+                )  # torch.compile puts one around the innermost
                 PLACE.set(path)
 
             return hook
@@ -170,15 +174,16 @@ class Trace:
 def trace(model: Any, /, *inputs: Any, **arguments: Any) -> Trace:
     """Run a model once and tell which kernel each of its layers ran.
 
-        print(lz.trace(model, tokens)) lz.trace(model.generate, tokens, max_new_tokens=4).as_dict()
+        print(lz.trace(model, tokens))
+        lz.trace(model.generate, tokens, max_new_tokens=4).as_dict()
 
     The model is called as it is, in the caller's grad mode and under the caller's settings. A module that
     ``torch.compile`` wraps runs uncompiled for this once, so that its layers can be distinguished.
 
-    On meta and fake tensors nothing runs, and each row says what would: on a fake tensor's device, or, of meta tensors,
-    on the current CUDA device, or the CPU where there is none. Not seen are calls through ``lz.bind(...,
-    guard=False)``, calls inside of torch.func's transforms, replays of a CUDA graph, and what a model computes without
-    LayerZero, of which :attr:`Trace.others` has the modules.
+    On meta and fake tensors nothing runs, and each row says what would. A fake tensor names its device; meta tensors
+    mean the current CUDA device, else the CPU. Calls through ``lz.bind(..., guard=False)``, calls inside of
+    torch.func's transforms and replays of a CUDA graph are not seen. :attr:`Trace.others` has the modules of what a
+    model computes without LayerZero.
 
     Args:
         model: a module, or a method of one.

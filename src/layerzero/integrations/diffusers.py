@@ -29,6 +29,7 @@ from torch.nn import Module, functional
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
+from layerzero.engine.fusion import written
 
 NAME = "layerzero"
 TESTED = SpecifierSet(">=0.36,<0.43")
@@ -165,7 +166,7 @@ def attend(
     plain = attn_mask is None and not is_causal and not dropout_p and query.ndim == 4
     compiling = torch.compiler.is_compiling()
     plain = plain and query.shape[2] == key.shape[2] and not torch.is_autocast_enabled(query.device.type)
-    if plain and (compiling or COMPARED.get() is None):
+    if plain and not written() and (compiling or COMPARED.get() is None):
         return lz.attention(query, key, value, False, scale, layout="BSHD")
     views = (each.permute(0, 2, 1, 3) for each in (query, key, value))
     output = _as_torch(*views, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -200,7 +201,6 @@ class ProcessorSwap:
 
     @property
     def is_on(self) -> bool:
-        """Whether LayerZero computes it now."""
         if self._backend is not None:
             backend = getattr(self.module.processor, "_attention_backend", None)
             attributes = getattr(self.module.processor, "__dict__", None)  # one that rotates otherwise shares them
@@ -208,7 +208,6 @@ class ProcessorSwap:
         return self.module.processor is self._twin
 
     def on(self) -> None:
-        """Let LayerZero compute it."""
         if self._backend is not None:
             self.before._attention_backend = self._backend
         else:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from torch.nn import Module
 import layerzero as lz
 from layerzero.core.errors import LayerZeroWarning, in_short
 from layerzero.core.graph_capture import capture_of
+from layerzero.core.system import warn
 from layerzero.integrations.diffusers import Served, served_class
 from layerzero.integrations.optimize.layers.inner import Table
 from layerzero.integrations.optimize.swaps.candidate import agrees, distance
@@ -111,7 +111,7 @@ def _table(cos: Tensor, sin: Tensor, interleaved: bool, *, twice: bool) -> Table
     if cos.is_inference() or sin.is_inference():  # they have no versions: whether they were written into is not known
         if not (twice and cos.is_cuda):
             return _side_by_side(cos, sin, interleaved, twice=twice)
-        warnings.warn(_UNVERSIONED, LayerZeroWarning, stacklevel=2)  # shown once, as Python does
+        warn(_UNVERSIONED, LayerZeroWarning, stacklevel=2)  # shown once, as Python does
         return None
     versions = cos._version, sin._version
     kept = cos.__dict__.get(_MADE)
@@ -275,7 +275,6 @@ class RotationSwap:
 
     @property
     def is_on(self) -> bool:
-        """Whether its rotations are ours now."""
         return self.module.processor is self._twin
 
     def on(self) -> None:

@@ -100,3 +100,9 @@ class PagedStep(NamedTuple):
         shared |= {"cu_seqlens_q": self.starts, "max_seqlen_q": self.longest_q, "decodes": self.decodes or None}
         found = lz.paged_attention(query, *caches, causal=causal, **shared)
         return found  # type: ignore[no-any-return]
+
+    def multiplies(self, query: Tensor, keys: Tensor, values: Tensor, *, causal: bool, **scores: Any) -> bool:
+        """Whether a library has a kernel for this step over pages in tiles; torch's, as the reference, copies them."""
+        call: dict[str, Any] = {"step": self.metadata, "cu_seqlens_q": self.starts, "causal": causal, **scores}
+        report = lz.explain("paged_attention", query, keys, values, self.tables, self.lens, **call)
+        return not str(report.kernel_id).startswith(("torch.", "reference."))

@@ -11,13 +11,13 @@ everything while LayerZero is disabled.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from layerzero.core.errors import InvalidCallError, LayerZeroError
 from layerzero.core.operation import Routed
+from layerzero.core.system import log
 from layerzero.engine.config import SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.plain import PLAIN_CALLS, plain_facts
@@ -25,8 +25,6 @@ from layerzero.ops.tokenize.tokenizer import Tokenizer, resolve
 from layerzero.tuning.measurement.plain import plain_jobs, tune_plain
 from layerzero.tuning.measurement.tune import Tuned
 from layerzero.tuning.measurement.workload import Manifest, cases_of
-
-log = logging.getLogger("layerzero")
 
 _NEUTRAL: Mapping[str, Any] = {
     "text_pair": None,

@@ -26,10 +26,10 @@ def scaled_dot_product_attention(
     """Attend as ``torch.nn.functional.scaled_dot_product_attention`` does, with the fastest kernel that is valid.
 
     Other than :func:`layerzero.attention`: **not causal by default**, causality aligned top-left where the lengths
-    differ, heads before the sequence, ``is_causal`` for ``causal``. What ``lz.attention`` does not compute goes to
-    torch's function: tensors of other than four axes, axes to broadcast, nested and other special tensors, more causal
-    queries than keys, and whatever torch refuses, so that its errors stay its own. ``lz.explain`` takes this function
-    and says which kernel runs, or why torch's does.
+    differ, heads before the sequence, ``is_causal`` for ``causal``. torch's function gets what ``lz.attention`` does
+    not compute: other than four axes, axes to broadcast, nested and other special tensors, more causal queries than
+    keys. It also gets whatever torch refuses, so that its errors stay its own. ``lz.explain`` takes this function and
+    says which kernel runs, or why torch's does.
 
     Shapes: query (B, H, S_q, D), key (B, K, S_k, D), value (B, K, S_k, D_v) → (B, H, S_q, D_v); K is H, or with
         enable_gqa a divisor of it.

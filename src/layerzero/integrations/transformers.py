@@ -22,6 +22,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
+from layerzero.engine.fusion import written
 from layerzero.integrations import transformers_patches
 from layerzero.integrations.transformers_experts import is_reserved, register_experts
 
@@ -77,10 +78,10 @@ _float_masked: set[type] = set()
 def register_with_transformers(name: str = "layerzero") -> None:
     """Make ``attn_implementation=name`` known to Transformers, for ``from_pretrained`` and ``set_attn_implementation``.
 
-    From 5.7 on, which takes further names of experts, ``experts_implementation=name`` is known as well. Registers the
-    attention, the mask function and the experts; doing it again changes nothing. Models that cannot be served are then
-    refused when they are loaded, with the settings that work for them; a model that computes no attention gets a
-    warning. Transformers has no entry points for attention (5.23), so this has to be called before a model is loaded.
+    From 5.7 on, ``experts_implementation=name`` is known as well. Registers the attention, the mask function and the
+    experts; doing it again changes nothing. Models that cannot be served are then refused when they are loaded, with
+    the settings that work for them. A model that computes no attention gets a warning. Transformers has no entry points
+    for attention (5.23), so this has to be called before a model is loaded.
     Raises: ImportError without a known version; ValueError for a name that Transformers gives a meaning.
     """
     if problem := transformers_patches.version_problem():
@@ -210,14 +211,14 @@ def attention_forward(
         position_bias: added to the scores.
         indices: of the keys that each query selects (B, S_q, count), besides what the mask hides: DeepSeek-V3.2's.
     Returns: the output, and None for the attention weights. Where ``lz.optimize`` exchanged the attention and a call
-        asks for weights, has arguments that are not served, or records gradients in a model without ``sdpa``,
-        Transformers' own function computes it.
+        asks for weights, has arguments that are not served, records gradients in a model without ``sdpa``, or is
+        exported or traced, which others read without LayerZero, Transformers' own function computes it.
     Raises: InvalidCallError for what cannot be honoured, with wanted and got.
     """
     if (
         attention_mask is None
         and not torch.compiler.is_compiling()
-        and query.shape[2] == 1
+        and (query.shape[2] == 1) is True  # a tensor in torch.jit.trace, for programs without LayerZero
         and _IDLE.issuperset(kwargs)
         and not dropout
         and position_bias is None
@@ -235,7 +236,8 @@ def attention_forward(
         key, value = transformers_patches.keys_of(module, key, value, attention_mask, kwargs)
     strange = () if _SERVED.issuperset(kwargs) else _strange(kwargs)
     trains = query.requires_grad and torch.is_grad_enabled()
-    if (strange or (trains and has_float_mask(getattr(module, "config", None)))) and EXCHANGED in vars(module):
+    theirs = strange or written() or (trains and has_float_mask(getattr(module, "config", None)))
+    if theirs and EXCHANGED in vars(module):
         if indices is not None:
             attention_mask = selected(attention_mask, indices, key.shape[2])
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}

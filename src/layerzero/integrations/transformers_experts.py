@@ -12,7 +12,6 @@ Weights are read as they lie: only ``lz.optimize`` keeps them in a second order,
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch.nn import Module, Parameter
 
 import layerzero as lz
 from layerzero.core.errors import LayerZeroWarning, in_short
+from layerzero.core.system import warn
 from layerzero.engine.transforms import in_transform
 from layerzero.integrations.transformers_patches import check_at_load
 from layerzero.ops.moe.experts import ALPHA, GATES, LIMIT, gated
@@ -179,7 +179,7 @@ def _tell(experts: type, why: str) -> None:
     if (experts, why) not in _told:
         _told.add((experts, why))
         text = f"experts_implementation='layerzero': {experts.__name__} runs as 'grouped_mm': {why}"
-        warnings.warn(text, LayerZeroWarning, stacklevel=3)
+        warn(text, LayerZeroWarning, stacklevel=3)
 
 
 def _tell_without(model: Any) -> None:
@@ -190,4 +190,4 @@ def _tell_without(model: Any) -> None:
         _told.add((model.config_class, ""))
         text = f"experts_implementation='layerzero': {model.__name__} has no experts that call Transformers' "
         text += "ExpertsInterface, so nothing of it is LayerZero's"
-        warnings.warn(text, LayerZeroWarning, stacklevel=4)
+        warn(text, LayerZeroWarning, stacklevel=4)

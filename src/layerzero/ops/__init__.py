@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from layerzero.core.errors import DropIn
 from layerzero.core.limits import register_kinds
 from layerzero.core.operation import Function, Operation
 from layerzero.core.plain import PlainFunction
+from layerzero.core.system import warn
 
 OPERATIONS: dict[str, Operation] = {}
 FUNCTIONS: dict[str, Function] = {}
@@ -50,7 +50,7 @@ def current_name(name: str, stacklevel: int = 2) -> str:
     if name not in FORMER_NAMES:
         return name
     text = f"lz.{name} is now lz.{FORMER_NAMES[name]}; version 0.2 removes the old name"
-    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
+    warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
     return FORMER_NAMES[name]
 
 
@@ -208,6 +208,9 @@ SETS: Mapping[str, OperationSet] = {
     ),
 }
 """By the word that ``layerzero doctor --for`` takes."""
+
+SET_ALIASES = {"llm": "decoder", "moe": "experts", "quantized": "quantised"}
+"""Other words for them."""
 
 for _family in sorted(each.name for each in pkgutil.iter_modules(__path__)):
     _module = importlib.import_module(f"{__name__}.{_family}")

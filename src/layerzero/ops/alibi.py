@@ -30,8 +30,8 @@ MOST = 2**24
 def alibi_slopes(heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
     """Make the slopes for ``lz.alibi_bias``: a geometric sequence from ``2^(-8/n)`` to ``2^-8`` for n heads.
 
-    Where n is no power of two, p being the next below: those of p heads, then every second of 2 p heads, as the
-    paper's own code has it.
+    Where n is no power of two, p is the next below. The slopes are then those of p heads, and every second of 2 p
+    heads, as in the paper's own code.
 
     Shapes: → (heads,)
     Dtype: ``dtype``, rounded once from float64.

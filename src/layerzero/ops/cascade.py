@@ -150,8 +150,8 @@ def cascade_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the newest token of each sequence, where all sequences begin with the same pages.
 
-    The result is that of ``lz.paged_attention``; kernels that read the shared pages once for all sequences are
-    candidates, and so are those that do not, where they are faster.
+    The result is that of ``lz.paged_attention``. Kernels that read the shared pages once for all sequences are
+    candidates; so are the others, where they are faster.
 
     Shapes: query (B, 1, H, D); caches, block_tables and context_lens as in ``lz.paged_attention`` → (B, 1, H, D_v).
     Dtype: query and caches the same floating dtype; tables and lengths int32, on the same device.

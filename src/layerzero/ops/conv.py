@@ -127,7 +127,8 @@ def _value_problems(axes: int, arguments: dict[str, Any]) -> list[str]:
     if type(arguments["groups"]) is int and arguments["groups"] < 1:
         found.append(f"groups: wanted a whole number from 1, got {told(arguments['groups'])}")
     stride = arguments["stride"]
-    if arguments["padding"] == "same" and not found and any(number != 1 for number in each(stride, axes)):
+    same = arguments["padding"] == "same" and isinstance(stride, (int, tuple, list))
+    if same and not found and any(number != 1 for number in each(stride, axes)):
         found.append(f"stride: wanted 1 with padding='same', got {told(stride)}")
     return found + packed_problems(arguments)
 

@@ -265,8 +265,9 @@ def check_dense(function: str, arguments: Mapping[str, object], instead: str = "
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided):
             kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
-            hint = f"; {instead}" if instead and value.is_nested and not problems else ""
-            problems.append(f"{name}: wanted a dense tensor, got a {kind} one{hint}")
+            dense = "unbind() gives dense ones" if value.is_nested else "to_dense() gives one"
+            hint = instead if instead and value.is_nested and not problems else dense
+            problems.append(f"{name}: wanted a dense tensor, got a {kind} one; {hint}")
         elif type(value) is int and out_of_range(value, floating=True):
             problems.append(f"{name}: wanted a number that a float can hold, got {told(value)}")
     if problems:

@@ -43,9 +43,9 @@ def embedding(
         scale: factor on every row, as Gemma's models have it.
         padding_idx: the row of this id gets no gradient, as in ``torch.nn.functional.embedding``; from the end where
             it is negative. The result is what the row holds.
-        vocab_start: declares the table a shard, which holds rows ``vocab_start`` to ``vocab_start + V - 1`` of a
-            vocabulary: ids of other rows give zeros, so that the results of all shards add up to the whole table's.
-            padding_idx is an id of the vocabulary, of 0 and above, then. None for a whole table.
+        vocab_start: declares the table a shard, with rows ``vocab_start`` to ``vocab_start + V - 1`` of a vocabulary.
+            Ids of other rows give zeros, so that the results of all shards add up to the whole table's. padding_idx is
+            an id of the vocabulary, of 0 and above, then. None for a whole table.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, and for a padding_idx that no row has.
         Without a shard ids that no row has are the caller's mistake: an error on a CPU, and in debug mode elsewhere.
     Source: shards as in Megatron-LM, arXiv:1909.08053.

@@ -48,12 +48,11 @@ def _case(
     *,
     heads: int = 128,
     latent_dim: int = LATENT_DIM,
-    rope_dim: int = ROPE_DIM,
     page_size: int = PAGE_SIZE,
 ) -> Case:
     """A case: as many tokens of each sequence, over so much context; units are tokens."""
     blocks = -(-context // page_size)
-    sizes = {"batch": batch, "seq_q": seq_q, "heads": heads, "latent_dim": latent_dim, "rope_dim": rope_dim}
+    sizes = {"batch": batch, "seq_q": seq_q, "heads": heads, "latent_dim": latent_dim, "rope_dim": ROPE_DIM}
     return Case(name, sizes | {"page_size": page_size, "max_blocks": blocks, "pages": batch * blocks})
 
 

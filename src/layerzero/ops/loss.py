@@ -150,7 +150,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compare ``hidden @ weight^T + bias`` with classes, without holding all of these logits.
 
-    The mean and the sum compute gradients with the loss, as far as the inputs want them: a second backward pass through
+    The mean and the sum compute gradients with the loss, as far as the inputs want them. A second backward pass through
     one result raises, and so do gradients of gradients.
 
     Shapes: hidden (*, D), weight (V, D), target (*), bias and class_weight (V,) → (), or (*) for ``"none"``

@@ -54,7 +54,6 @@ class Advice:
     calls: int = 0
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {"text": self.text, "gain": self.gain and round(self.gain, 2), "calls": self.calls}
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log
 from layerzero.core.system.resources import started
 from layerzero.engine.bucket_table import BucketTable
 from layerzero.engine.config import CONFIGURATION, current_policy
@@ -38,8 +38,6 @@ from layerzero.serving.own_builds import Chosen, built_here, taken_over, wanted,
 from layerzero.tuning.measurement.timing import Deadline
 from layerzero.tuning.storage.host_notes import FailedBuild, Failures, HostLock, compilers
 from layerzero.tuning.verification.build_child import build_apart
-
-log = logging.getLogger("layerzero")
 
 MAX_ASKED = 10_000
 """Builds that are remembered as requested."""

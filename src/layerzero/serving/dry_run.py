@@ -56,7 +56,6 @@ class DryRun:
         return self.trace.rows
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "device": self.device,
             "libraries": dict(self.libraries),

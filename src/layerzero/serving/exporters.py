@@ -88,8 +88,8 @@ def prometheus_text() -> bytes:
 def register_with_opentelemetry(*, tracer_provider: Any = None, meter_provider: Any = None) -> Listener:
     """Give OpenTelemetry a span for each event, and the numbers of ``lz.metrics``, through its API alone.
 
-    A span is named ``layerzero.KIND``, begins and ends when the choice or the build did, and is a child of the span
-    that the call was made in. Its attributes are ``layerzero.kernel``, ``.operation``, ``.call_class``, ``.reason``,
+    A span is named ``layerzero.KIND``, and is a child of the span that the call was made in. It begins and ends with
+    the choice or the build. Its attributes are ``layerzero.kernel``, ``.operation``, ``.call_class``, ``.reason``,
     ``.instead`` and ``.took_us``. Without a provider, nothing is made.
 
     Args:
@@ -160,7 +160,6 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record in one line."""
         event = getattr(record, "layerzero", None)
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),

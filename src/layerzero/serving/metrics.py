@@ -106,7 +106,6 @@ class Metrics(msgspec.Struct, frozen=True):
     listener_errors: int
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:

@@ -35,7 +35,6 @@ class Chosen:
 
     @property
     def kernel(self) -> Kernel:
-        """What is to be built."""
         return self.candidate.kernel
 
     @property
@@ -88,12 +87,12 @@ def taken_over(each: Chosen) -> BuildOutcome:
     try:
         _beside_captures(each)
         _plan(each)
-    except Exception as error:  # noqa: BLE001  # what does not load here is refused as what does not build
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # what does not load here is refused as what does not build
         return outcome_of(error)
     return BuildOutcome()
 
 
-def outcome_of(error: Exception) -> BuildOutcome:
+def outcome_of(error: BaseException) -> BuildOutcome:
     """What became of a build that raised in this process."""
     lacked_room = isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError))
     return failed(error, lasting=not lacked_room or isinstance(error, ImportError))
@@ -126,7 +125,7 @@ def built_here(each: Chosen) -> BuildOutcome:
             with first_run(plan, ENGINE.ledger):
                 for _ in range(2):
                     plan.run(**given)
-    except Exception as error:  # noqa: BLE001  # whatever a compiler raises is what became of it
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a compiler raises, as setuptools by an exit
         return outcome_of(error)
     BUILT.add(each.kernel, each.facts)
     return BuildOutcome()

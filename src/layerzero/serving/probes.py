@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-import logging
 import os
 import secrets
 import time
@@ -25,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 import torch
 
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log
 from layerzero.core.system.resources import started
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
@@ -113,8 +112,6 @@ def state_here(file: FallbackFile | None) -> InstanceState:
     )
 
 
-log = logging.getLogger("layerzero")
-
 PORT = 9400
 
 MAX_AGE_S = 10.0
@@ -173,10 +170,10 @@ class Probes:
     """The answers, and an ASGI app of them; mount it as ``app.mount("/layerzero", Probes(manifest="workload.json"))``.
 
     ``/livez`` is 200 until an error of the device stays, from which only a new process recovers. ``/readyz`` is 200
-    where ``lz.readiness_check`` is true, else 503, with its lines; which looks once at a time, every 10 s at most, and
-    less often where that takes more than 5 % of the time and the process did not change.
-    ``/metrics`` has the numbers of ``lz.metrics`` for Prometheus, ``/statez`` what ``layerzero rolling-update``
-    compares: versions, settings, and whether torch's own kernels alone run.
+    where ``lz.readiness_check`` is true, else 503, with its lines. It checks once at a time and every 10 s at most. It
+    checks less often where that takes more than 5 % of the time and the process did not change. ``/metrics`` has the
+    numbers of ``lz.metrics`` for Prometheus. ``/statez`` has what ``layerzero rolling-update`` compares: versions,
+    settings, and whether torch's own kernels alone run.
 
     Args:
         manifest, model, device, sets: as :func:`lz.readiness_check` takes them.
@@ -254,7 +251,6 @@ class Probes:
 
     @staticmethod
     def metrics() -> Answered:
-        """The numbers of this process."""
         try:
             return Answered(200, prometheus_text(), _PROMETHEUS)
         except ModuleNotFoundError as error:
@@ -342,7 +338,6 @@ class HealthServer:
         _OPEN.discard(self)
 
     def wait(self) -> None:
-        """Wait until it ends."""
         assert self._thread is not None
         self._thread.join()
 
@@ -369,7 +364,7 @@ def serve_health(
     Args:
         port: where; 0 takes any free one.
         host: the address to listen on. Only this machine reaches 127.0.0.1; Kubernetes' ``httpGet`` needs 0.0.0.0.
-            Answers name kernels, versions and errors, and nothing is asked of a client: keep the port inside.
+            Answers name kernels, versions and errors, to any client: keep the port inside.
         manifest, model, device, sets: what must be ready, as :func:`lz.readiness_check` takes them.
         fallback_file: while this file exists, torch's own kernels and the references alone run in this process: for
             ``layerzero rolling-update``. Keep it where only your operators may write. None: no file is looked for.

@@ -67,7 +67,6 @@ class JitStatus:
         return not self.building and not self.waiting
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         failed = [{"kernel_id": each.kernel, "call_class": each.call_class, "log": each.log} for each in self.failed]
         built = [asdict(each) for each in self.built]
         return {**asdict(self), "building": list(self.building), "built": built, "failed": failed}
@@ -155,7 +154,6 @@ class LackingBuild:
         return Reason(ReasonCode.JIT_CACHE_INCOMPLETE, fact, self.kernel_id, got, hint)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {"code": str(self.reason.code), **asdict(self), "message": self.reason.message}
 
     def __str__(self) -> str:
@@ -207,7 +205,6 @@ class Readiness:
         return self.ready
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "ready": self.ready,
             "degraded": self.degraded,
@@ -237,12 +234,12 @@ def readiness_check(
     """Tell whether traffic may come. Nothing runs, and nothing is built.
 
     Every part has a line: builds, settings, descriptors, tables (each call finds a kernel), headroom (workspaces fit
-    into what is free), the database of times, health (kernels that rest, suspects, bans), libraries (none
-    harms another), telemetry (listeners take their events), frozen choices, ranks, and sets.
+    into what is free), the database of times, health (kernels that rest, suspects, bans), libraries (none harms
+    another), telemetry (listeners take their events), frozen choices, ranks, and sets.
 
-    A kernel that compiles is built if this process built it, or if an earlier one left it in its library's cache. What
-    failed to build on this machine is listed with its reason and with what serves in its place, and is not waited for,
-    unless nothing may serve. ``lz.jit_status()`` lists every failure.
+    A kernel that compiles is built if this process built it, or if an earlier one left it in its library's cache. A
+    build that failed on this machine is listed with its reason and the kernel that serves in its place. It is not
+    waited for, unless nothing else may serve. ``lz.jit_status()`` lists every failure.
 
     Args:
         manifest: a file that ``lz.record`` wrote: every call in it is looked at. If None: what this machine called so

@@ -61,7 +61,6 @@ class Part:
     step: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        """Plain values for JSON."""
         return {**asdict(self), "state": str(self.state)}
 
     def __str__(self) -> str:

@@ -17,7 +17,6 @@ What was reached is written down, and the same update goes on there when it is r
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import subprocess
@@ -35,10 +34,8 @@ from typing import NamedTuple
 import msgspec
 
 from layerzero.core.errors import in_short
-from layerzero.core.system import disk
+from layerzero.core.system import disk, log
 from layerzero.serving.probes import InstanceState
-
-log = logging.getLogger("layerzero")
 
 WAITING, UPDATING, UPDATED, FAILED = "waiting", "updating", "updated", "failed"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.operation import Function
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Plan, Report
+from layerzero.core.system import warn
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import FrozenChoice, choice_of, class_name
@@ -110,14 +110,14 @@ def solve(
         print(plan)  # a decision table
         plan.write("plan.json")  # lz.freeze("plan.json", model=model) holds it in each serving process
 
-    The model's code runs at each point of the grid, on tensors without memory where that shows the same calls as its
-    weights do, and for real elsewhere; gradients are not recorded. What these calls would choose is built, every legal
+    The model's code runs at each point of the grid, without gradients. It runs on tensors without memory where that
+    shows the same calls as its weights do, and for real elsewhere. What these calls would choose is built, every legal
     kernel is measured on them as ``lz.tune`` does, and the fastest is written down. A call lies in a bucket if none of
     its live sizes is larger.
 
     Args:
         model: a module, on the meta device too; its calls are measured on the current CUDA device then, or the CPU.
-        inputs: a tensor, a tuple or a dict that it is called with; with ``shape_buckets`` a function that gives one for
+        inputs: a tensor, a tuple or a dict that it is called with. With ``shape_buckets`` a function that gives one for
             each point, called with the axes by name. What it returns may itself be a function without arguments, which
             runs the model for real. None: token ids, for what has ``config.vocab_size``, then one token behind them
             where the model returns a cache.
@@ -172,7 +172,7 @@ def solve(
         name: plan_document.BuiltFor(each.id, name_of(each, calls[name])) for name, each in kernels.items() if each.jit
     }
     if problems:
-        warnings.warn(f"solve: {'; '.join(problems)}", LayerZeroWarning, stacklevel=2)
+        warn(f"solve: {'; '.join(problems)}", LayerZeroWarning, stacklevel=2)
     name, configuration, digest = plan_document.model_of(model)
     hardware = plan_document.hardware_of(device)
     libraries = plan_document.libraries_of(device, {each.operation.name for each in calls.values()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Operation
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system import log
 from layerzero.engine import legality, plan_source
 from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
 from layerzero.engine.dispatch import ENGINE, Dispatcher
@@ -39,8 +39,6 @@ from layerzero.tuning.measurement.jobs import Job, Shape, check_params, jobs_of_
 from layerzero.tuning.measurement.workload import every_call_of_file, jobs_of_file, jobs_of_model, model_compared
 from layerzero.tuning.storage.host_notes import shortened
 from layerzero.tuning.verification.build_child import short_of_memory
-
-log = logging.getLogger("layerzero")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +142,7 @@ def warmup(
     Raises: ValueError for shapes that no operation of this name has, for a dtype that has no such name, and for a file
         that is no manifest, or of another model; KeyError for an unknown operation.
     Returns: what was built, with seconds and errors, and, as ``skipped``, what was not built, and why. A kernel that
-        fails to build stays refused for calls like that one, and is tried for others; where this machine lacks a
+        fails to build stays refused for calls like that one, and is tried for others. Where this machine lacks a
         program, such as a compiler, it is tried once. One that may not run before it was vetted is vetted first, in a
         child process, as ``lz.vet`` does. Where ``graph_strict_mode`` is set, captures of what these calls would choose
         are proved, as ``lz.vet(graph=True)`` does. Where ``auto_tune_on_warmup`` is set, every legal kernel is also
@@ -182,10 +180,15 @@ def warmup(
     return warmed
 
 
+def on_terminal() -> bool:
+    """Whether errors go to a terminal. A service has no error stream or a closed one, a notebook may have its own."""
+    return not getattr(sys.stderr, "closed", False) and bool(getattr(sys.stderr, "isatty", bool)())
+
+
 @contextmanager
 def bar_or(progress: Progress | None) -> Iterator[Progress]:
     """Where progress is shown: by the caller's function, or a bar on a terminal; not elsewhere."""
-    if progress is not None or not sys.stderr.isatty():
+    if progress is not None or not on_terminal():
         yield progress or (lambda *_: None)
         return
     from rich.console import Console

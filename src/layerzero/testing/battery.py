@@ -144,6 +144,7 @@ class Battery:
         dtype, kernel = dtype_name(setting.dtype), self.kernel
         if kernel.build_key is not None:
             yield KernelCheck(f"build key, {dtype}", just(artefacts.build_key, kernel, setting, base), BUILD_SECONDS)
+        yield KernelCheck(f"threads, {dtype}", just(execution.threads, kernel, setting, base, trial))
         for case in [base, *(each for each in small_cases(self.operation, self.device) if each.name != base.name)]:
             yield KernelCheck(f"case {case.name}, {dtype}", self._calls(functools.partial(one, setting, case)))
         for layout in self.operation.layouts[1:]:
@@ -158,7 +159,6 @@ class Battery:
         yield KernelCheck(f"random calls, {dtype}", self._random(setting.dtype))
         yield from self._arguments(setting, base, trial)
         yield KernelCheck(f"a class of sizes, {dtype}", just(artefacts.serves_its_class, kernel, setting, base))
-        yield KernelCheck(f"two threads, {dtype}", just(execution.threads, trial))
         yield KernelCheck(f"results of their own, {dtype}", just(execution.results_of_their_own, trial))
         schema = self.operation.schema
         if schema.promises.intersection(schema.handles, kernel.accepts):
@@ -199,7 +199,6 @@ class Battery:
             yield KernelCheck(f"argument {name}, {dtype}", just(exercised, name))
 
     def _drawn(self, dtype: torch.dtype) -> Iterator[RandomCall]:
-        """The random calls of the operation."""
         for number in drawn_numbers(self.operation, dtype, self.seed, self.calls * DRAWS_A_CALL):
             yield draw(self.operation, dtype, self.seed, number, self.device)
 

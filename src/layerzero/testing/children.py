@@ -14,7 +14,6 @@ threads together ran for most of the silence did not wait for the machine. Only 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from layerzero.core.ledger import Verdict
-from layerzero.core.system import resources
+from layerzero.core.system import log, resources
 from layerzero.engine.failures import says_out_of_memory
 from layerzero.testing.child_main import Message
 from layerzero.testing.process import APART, OUTSIDE, Process, child_environment, how_it_ended
@@ -87,8 +86,6 @@ def waits(process: int) -> Waits:
     return Waits(queued, 0, ran)
 
 
-log = logging.getLogger("layerzero")
-
 START_S = 120.0
 """How long a child may be silent outside of a step: importing and making a call take seconds, and are no kernel's."""
 
@@ -106,7 +103,7 @@ _END_S = 10.0  # how long a child may take to end once it has no more jobs
 _LOOK_S = 0.05  # how often children are looked at that say nothing
 
 
-Kind = Literal["died", "hung", "killed", "starved", "given up", "stopped"]
+Kind = Literal["not begun", "died", "hung", "killed", "starved", "given up", "stopped"]
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +162,8 @@ class End:
             return f"not tried: {DEATHS} processes died or hung in other classes"
         if self.kind == "stopped":
             return "the time given was over before its turn ended"
+        if self.kind == "not begun":
+            return f"no child process could be started: {self.words}"
         silent = "no sign of life for"
         how = {"died": "it ended the process with", "hung": silent, "starved": silent}
         killed = "its process had too little memory and ended with" if says_out_of_memory(self.words) else _KILLED
@@ -172,7 +171,7 @@ class End:
         return f"{text}: {self.words}" if self.words else text
 
     def __str__(self) -> str:
-        if self.step is None and self.kind not in ("given up", "stopped"):
+        if self.step is None and self.kind not in ("not begun", "given up", "stopped"):
             return f"the child process did not answer: {self.reason}"
         return f"{self.reason}; it ran {self.at}" if self.at else self.reason
 
@@ -213,7 +212,7 @@ def run_apart(
                 runner.stop()
                 return
             while runner.may_begin(at_once) and (task := runner.free()) is not None:
-                runner.children.append(_Child(worker, given, task.lane))
+                runner.begin(worker, given, task.lane)
             runner.turn()
     finally:
         for child in runner.children:
@@ -249,13 +248,21 @@ class _Runner:
         """Whether another child may work, and is likely to get to a job."""
         return len(self.children) < at_once and (self.unready < DEATHS or not self.children)
 
+    def begin(self, worker: str, environment: Mapping[str, str], lane: str) -> None:
+        """Start a child; where the system refuses and none works, give all up."""
+        try:
+            self.children.append(_Child(worker, environment, lane))
+        except OSError as error:
+            self.unready = DEATHS
+            if not self.children:
+                self._give_up(list(self.tasks), End("not begun", words=str(error), started=False))
+
     def free(self) -> Task | None:
         """The first task in a lane that no child works in."""
         taken = {child.lane for child in self.children if not child.over}
         return next((task for task in self.tasks if task.lane not in taken), None)
 
     def stop(self) -> None:
-        """End every child, without blame."""
         end = End("stopped")
         for child in list(self.children):
             child.end()

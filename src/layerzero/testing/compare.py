@@ -225,7 +225,12 @@ def route(call: RandomCall) -> Routed:
 
 
 def call_dtype(routed: Routed) -> torch.dtype:
-    """The dtype of a call: that of the tensor which its operation names for it, the first if none."""
+    """The dtype of a call as the caller has it: of the tensor that its operation names for it, the first if none.
+
+    What a plan casts is computed wider, and the result is rounded to that dtype.
+    """
+    if "" in routed.casts:
+        return routed.casts[""][1]
     leading = routed.arguments[routed.operation.schema.dtype_tensor.name]
     assert isinstance(leading, Tensor)
     return leading.dtype

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import logging
 import platform
 import time
 import traceback
@@ -31,6 +30,7 @@ from layerzero.core.errors import LayerZeroError
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import home_of
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import log
 from layerzero.engine.failures import out_of_memory
 from layerzero.engine.policy import names_any
 from layerzero.engine.probe import this_machine
@@ -186,8 +186,6 @@ def work(job: Job, tell: Tell) -> None:
             tell.refused(str(error.args[0]))
 
 
-log = logging.getLogger("layerzero")
-
 SECONDS = 60.0
 """How long a check may be silent before its process counts as hanging."""
 
@@ -313,6 +311,8 @@ class _Checks:
             if not any(each.message == given_up for each in task.about.results):
                 self._add(task, "every other check", "not tried", given_up)
             return None
+        if end.kind == "not begun":
+            raise LayerZeroError(end.reason)
         if end.step is None:
             said = (end.reason.strip() or "without a word").splitlines()
             log.debug("a conformance process ended outside of any check: %s", end.reason)

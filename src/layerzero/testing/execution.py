@@ -1,12 +1,15 @@
-"""How a kernel runs: two threads at once, the same bits again, gradients, streams, devices, graph capture."""
+"""How a kernel runs: in threads at once, the same bits again, gradients, streams, devices, graph capture."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +19,23 @@ from layerzero.core.arguments import Param
 from layerzero.core.errors import InvalidCallError
 from layerzero.core.graph_capture import capturing
 from layerzero.core.judge import Elementwise, Exact
-from layerzero.core.operation import Operation
+from layerzero.core.kernel import Kernel
+from layerzero.core.operation import Case, Operation
 from layerzero.engine.failures import check_values
 from layerzero.engine.plan_source import PlanUnusableError
 from layerzero.engine.reference import as_tuple
 from layerzero.ops.linear.packed import PackedWeight
 from layerzero.testing import compare
-from layerzero.testing.compare import is_random, seeded
+from layerzero.testing.compare import Expected, is_random, seeded
 from layerzero.testing.generate import RandomCall
 from layerzero.testing.single_run import Finding, Trial, all_threads, attempt, duplicate, other_values, raised, tensors
+from layerzero.testing.sizes import CheckSetting, elements, fits, with_axis
 
 REPEATS = 4
 SEED = 0
-THREADS, CALLS_A_THREAD = 2, 8
+THREADS, CALLS_A_THREAD = 3, 16
+GROWTH = 2, 4, 8
+"""How many times as long an axis is in the larger calls."""
 
 WARM_RUNS = 3
 """How often a call runs on a side stream before it is captured."""
@@ -42,26 +49,68 @@ def by_value(operation: Operation) -> bool:
     return all(isinstance(judge, (Elementwise, Exact)) for judge in operation.judges.values())
 
 
-def threads(trial: Trial) -> Finding:
-    """Two threads run the same plan at once, each on values of its own."""
-    calls = [trial.call, other_values(trial.call)]
-    truths = [compare.for_kernel(compare.expected(call), trial.kernel) for call in calls]
+def threads(kernel: Kernel, setting: CheckSetting, base: Case, trial: Trial) -> Finding:
+    """Two threads run the same plan, each on values of its own, while a third one runs a call that is larger each time.
 
-    def work(index: int) -> list[str]:
-        for _ in range(CALLS_A_THREAD):
-            problems = trial.problems(duplicate(calls[index]), truths[index])
-            if problems:
-                return problems
-        return []
-
-    trial.plan()
+    Scratch memory that all threads share moves as it grows, while others compute in it. It grows at the first call of a
+    size alone, so this check comes before those of other sizes.
+    """
+    grown = _grown(kernel, setting, base)
+    same, other = _Known.of(trial, trial.call), _Known.of(trial, other_values(trial.call))
     chance = is_random(trial.facts.operation, trial.routed.arguments)
     keeping = seeded(SEED, trial.facts.device.torch_type) if chance else nullcontext()  # what threads do to it, too
     with keeping, ThreadPoolExecutor(THREADS) as pool:
-        found = [problem for problems in pool.map(work, range(THREADS)) for problem in problems]
-    if found:
-        return Finding("wrong", f"with {THREADS} threads at once: {'; '.join(found)}")
-    return Finding("passed", f"{THREADS} threads, {CALLS_A_THREAD} calls each")
+        for larger in [_Known.of(each, each.call) for each in grown or [trial]]:
+            third = [*same.made(CALLS_A_THREAD // 4), *larger.made(CALLS_A_THREAD // 4)]
+            begin = threading.Barrier(THREADS, timeout=60)  # those that begin do not wait for one that cannot
+            asked = [pool.submit(_run_all, made, begin) for made in (same.made(), other.made(), third)]
+            if problem := next(filter(None, [each.result() for each in asked]), ""):
+                return Finding("wrong", f"with {THREADS} threads at once: {problem}")
+    return Finding("passed", f"{THREADS} threads, {len(grown)} larger sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A call, how a kernel runs it, and what it should give."""
+
+    trial: Trial
+    call: RandomCall
+    truth: Expected
+
+    @classmethod
+    def of(cls, trial: Trial, call: RandomCall) -> _Known:
+        trial.plan()
+        return cls(trial, call, compare.for_kernel(compare.expected(call), trial.kernel))
+
+    def made(self, count: int = CALLS_A_THREAD) -> list[tuple[_Known, RandomCall]]:
+        """So many calls, each in memory of its own: made before threads begin, which then compute most of the time."""
+        return [(self, duplicate(self.call)) for _ in range(count)]
+
+
+def _run_all(made: Sequence[tuple[_Known, RandomCall]], begin: threading.Barrier) -> str:
+    """Make the calls once all threads are ready; then say what is wrong with the first that is."""
+    begin.wait()
+    results = []
+    for known, call in made:
+        try:
+            results.append(known.trial.run(**call.arguments))
+        except Exception as error:  # noqa: BLE001  # whatever a kernel raises is a finding
+            return f"{call.text} {raised(error)}"
+    for (known, call), result in zip(made, results, strict=True):
+        if problems := compare.problems(result, call.arguments, known.truth):
+            return f"{call.text}: {'; '.join(problems)}"
+    return ""
+
+
+def _grown(kernel: Kernel, setting: CheckSetting, base: Case) -> list[Trial]:
+    """Larger calls that the kernel takes, smallest first: each axis grown, with those that go with it where needed."""
+    found = []
+    for (axis, size), times in itertools.product(base.sizes.items(), GROWTH):
+        for case in with_axis(setting.operation, base, axis, size * times):
+            if fits(setting.operation, case, setting.device) and (trial := setting.taken(kernel, case)):
+                found.append((elements(setting.operation, case), trial))
+                break
+    return [trial for _, trial in sorted(found, key=lambda each: each[0])]
 
 
 def infinity(trial: Trial) -> Finding:

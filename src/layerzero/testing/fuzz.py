@@ -13,7 +13,7 @@ from itertools import count
 
 import torch
 
-from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.errors import InvalidCallError, LayerZeroWarning
 from layerzero.core.kernel import Kernel
 from layerzero.core.plan import Report
 from layerzero.engine.config import SCOPES, current_policy
@@ -23,8 +23,8 @@ from layerzero.engine.policy import names_any
 from layerzero.engine.registry import REGISTRY
 from layerzero.inspection.answers import explain
 from layerzero.ops import FUNCTIONS
-from layerzero.testing.compare import Expected, check, expected, for_kernel
-from layerzero.testing.generate import RandomCall, random_call
+from layerzero.testing.compare import Expected, check, expected, for_kernel, route
+from layerzero.testing.generate import DTYPES, RandomCall, random_call
 from layerzero.testing.single_run import all_threads
 
 Truth = Callable[[RandomCall], Expected]
@@ -38,6 +38,9 @@ REUSE_SHARE = 0.2
 
 GRAD_SHARE = 0.03
 """Share of calls whose inputs ask for gradients: other kernels are legal then."""
+
+CAST_SHARE = 0.1
+"""Share of calls in which some tensors are to have another dtype than the others, where plans cast them."""
 
 _THREADS_EVERY = 32
 """One call in so many runs on all of torch's threads: where something else is busy, each of its loops then costs
@@ -114,7 +117,6 @@ class FuzzReport:
 
     @property
     def rate(self) -> float:
-        """Calls a second."""
         return self.calls / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -187,9 +189,8 @@ class _Source:
             raise KeyError(f"{', '.join(asked)}: wanted operations of a public function; lz.register_function adds one")
 
     def call(self, seed: int, number: int, data: int, device: torch.device | str) -> RandomCall:
-        """The call of this number."""
         function = self.functions[number % len(self.functions)] if self.asked else None
-        return random_call(seed, number, function=function, data=data, device=device)
+        return _cast(random_call(seed, number, function=function, data=data, device=device), f"{seed}:{number}:casts")
 
     def numbers(self, first: int, calls: int, seed: int, device: torch.device | str) -> Iterator[int]:
         """Numbers of calls that are routed to the wanted operations."""
@@ -206,6 +207,25 @@ class _Source:
     def _routed(call: RandomCall) -> str:
         function = FUNCTIONS[call.function]
         return function.route(function.bind((), call.arguments), current_policy().layout).operation.name
+
+
+def _cast(call: RandomCall, drawn_by: str) -> RandomCall:
+    """The call, or one that its plan casts: random numbers of its own, so that all others stay what they were.
+
+    Tensors that follow each other get another dtype; where the route refuses that, or casts nothing, the call stays.
+    """
+    draws = random.Random(drawn_by)  # noqa: S311  # reproducible, not secret
+    if draws.random() >= CAST_SHARE:
+        return call
+    tensors = {name: each for name, each in call.arguments.items() if isinstance(each, torch.Tensor)}
+    floating = [name for name, each in tensors.items() if each.dtype in DTYPES]
+    first, last, dtype = *sorted(draws.choices(range(len(floating) + 1), k=2)), draws.choice(DTYPES)
+    made = {name: tensors[name].to(dtype) for name in floating[first:last]}
+    try:
+        other = RandomCall(call.function, {**call.arguments, **made}, call.name)
+        return other if route(other).casts else call
+    except InvalidCallError:
+        return call
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
+import multiprocessing.spawn
 import os
 import signal
 import subprocess
@@ -22,11 +22,9 @@ import torch
 from layerzero.core import cpu_features
 from layerzero.core.device import GENERATIONS_VARIABLE, Device
 from layerzero.core.facts import Facts
-from layerzero.core.system import resources
+from layerzero.core.system import log, resources
 from layerzero.engine.registry import REGISTRY
 from layerzero.testing.child_main import Message
-
-log = logging.getLogger("layerzero")
 
 APART = {"LAYERZERO_CACHE_DIR": "", "LAYERZERO_JIT": "never", "CUDA_LAUNCH_BLOCKING": "1"}
 """For a child that may end: it keeps no files of its own, builds alone, and launches block, so that it ends where it
@@ -114,6 +112,20 @@ OUTSIDE = frozenset(each for each in signal.Signals if each.name in ("SIGKILL", 
 """Signals that others send: a system short of memory, an operator, a terminal. What ran is not to blame."""
 
 
+def interpreter() -> str:
+    """The Python that runs children: what :func:`multiprocessing.set_executable` names, else ``sys.executable``.
+
+    Raises: OSError in a program with Python inside it, which would start itself again.
+    """
+    path = os.fsdecode(multiprocessing.spawn.get_executable() or sys.executable or "")
+    program = sys.executable, os.path.realpath("/proc/self/exe")  # the first may be set later, and name another
+    if not path or (getattr(sys, "frozen", False) and path in program):
+        got = f"a program with Python inside it, {path}" if path else "none"
+        step = "multiprocessing.set_executable(path) names one"
+        raise OSError(errno.ENOTSUP, f"wanted a Python interpreter for child processes, got {got}; {step}")
+    return path
+
+
 class Process(subprocess.Popen[bytes]):
     """A fresh interpreter that does jobs, in a process group of its own."""
 
@@ -134,16 +146,19 @@ class Process(subprocess.Popen[bytes]):
             raise OSError(errno.ENOTSUP, "wanted process groups, to end a child with what it started; got none")
         self.silent, self._half, self.killed_before = False, b"", resources.kills()
         parent = "0" if outlives else str(os.getpid())
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process has ended
-        super().__init__(
-            [*(command or (sys.executable,)), "-P", "-m", "layerzero.testing.child_main", worker, parent],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            env=dict(environment),
-            pass_fds=tuple(handed),
-            start_new_session=True,  # what interrupts a terminal's processes is for this one to act upon
-        )
+        command = [*(command or (interpreter(),)), "-P", "-m", "layerzero.testing.child_main", worker, parent]
+        with contextlib.ExitStack() as unless_begun:
+            self._said = unless_begun.enter_context(tempfile.TemporaryFile())  # closed when the process has ended
+            super().__init__(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                env=dict(environment),
+                pass_fds=tuple(handed),
+                start_new_session=True,  # what interrupts a terminal's processes is for this one to act upon
+            )
+            unless_begun.pop_all()
         resources.lift(self.pid)
         assert self.stdin is not None
         assert self.stdout is not None
@@ -182,7 +197,6 @@ class Process(subprocess.Popen[bytes]):
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it and what it started."""
         self.kill()
         try:
             self.wait(_KILLED_S)

@@ -81,7 +81,6 @@ class KernelReport:
 
     @property
     def seconds(self) -> float:
-        """Time that the checks took."""
         return sum(result.seconds for result in self.results)
 
     def limits(self) -> list[str]:
@@ -173,7 +172,6 @@ class ConformanceReport:
 
     @property
     def problems(self) -> list[Result]:
-        """Everything that is wrong."""
         return [problem for kernel in self.kernels for problem in kernel.problems]
 
     def kernel(self, kernel_id: str) -> KernelReport:
@@ -184,7 +182,6 @@ class ConformanceReport:
         raise KeyError(f"no report about {kernel_id!r}; there are {', '.join(each.kernel_id for each in self.kernels)}")
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "ok": self.ok,
             "seed": self.seed,

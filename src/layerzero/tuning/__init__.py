@@ -1,8 +1,8 @@
 """What is learnt about kernels on this machine, and kept between processes.
 
-Four rooms, each of which imports only those before it: ``predicting`` fits and predicts times and knows no files;
-``keeping`` has what lies on disk and answers the engine from it; ``proving`` runs kernels in child processes;
-``measuring`` times them.
+Four rooms, each of which imports only those before it: ``prediction`` fits and predicts times and knows no files;
+``storage`` has what lies on disk and answers the engine from it; ``verification`` runs kernels in child processes;
+``measurement`` times them.
 
 What leads to what, by module:
 

@@ -35,7 +35,7 @@ from layerzero.ops.attention import declare as attention
 
 FLASHINFER = Backend(
     name="flashinfer",
-    summary="FlashInfer: attention compiled for each dtype and head dim",
+    summary="FlashInfer: attention, sampling, norms and rotations, compiled on first use",
     import_name="flashinfer",
     distribution="flashinfer-python",
     versions=">=0.7.2,<0.8",

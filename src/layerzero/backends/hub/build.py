@@ -61,7 +61,6 @@ class Build:
 
     @property
     def name(self) -> str:
-        """The repository without its owner."""
         return self.repo.partition("/")[2]
 
     @property

@@ -72,7 +72,7 @@ def blanked(output: Tensor, mask: Tensor) -> Tensor:
 
 TORCH = Backend(
     name="torch",
-    summary="PyTorch's own attention and normalisation kernels",
+    summary="PyTorch's own functions and operators",
     tested=("2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.0", "2.15.0"),
     requires=("torch>=2.10",),
     platforms=PLATFORMS,

@@ -16,16 +16,20 @@ Library: torch >= 2.10, BSD-3-Clause.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import Parameter, functional
 
 from layerzero.backends.torch.attention import FOLDED, SDPA_ARGUMENTS, gives_no_lse, kernel, levelled, sdpa_operator
 from layerzero.core import limits as limit
+from layerzero.core.arguments import permutation
 from layerzero.core.facts import Facts
+from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import LseWithoutGradient, NotDecoding, SameHeads, SdpaEnabled, SquareCausal
@@ -245,3 +249,47 @@ KERNELS = (
         **_FUSED,
     ),
 )
+
+_ASKED = {f"torch.sdpa.{name}": f"can_use_{name}_attention" for name in ("flash", "efficient", "cudnn")}
+
+
+def with_torchs_words(report: Report, arguments: Mapping[str, Any]) -> Report:
+    """Add what torch itself says against its kernels for the very tensors of a call on an NVIDIA GPU.
+
+    It is one more reason of a kernel that is refused. Of one that may run it is a note: torch's function asks for more
+    than its operator (a causal mask of as many queries as keys, of flash), so that LayerZero runs what torch leaves.
+    """
+    given = {name: arguments.get(name) for name in ("query", "key", "value", "attn_mask")}
+    asked = [each for each in report.candidates if each.kernel.id in _ASKED]
+    if not asked or not _all_here(given.values()):
+        return report
+    told = {each.kernel.id: reason for each in asked if (reason := _torchs_reason(each.kernel.id, report.facts, given))}
+    notes, ranked = list(report.notes), list[Candidate]()
+    for each in report.candidates:
+        reason = told.get(each.kernel.id)
+        if reason is not None and each.legal:
+            notes.append(f"{each.kernel.id} may run where torch's function leaves it: {reason.hint}")
+        more = () if reason is None or each.legal else (reason,)
+        ranked.append(msgspec.structs.replace(each, reasons=(*each.reasons, *more)) if more else each)
+    return msgspec.structs.replace(report, ranked=tuple(ranked), notes=tuple(notes))
+
+
+def _all_here(tensors: Iterable[Any]) -> bool:
+    """Whether these are tensors with memory on a GPU of this machine, or none."""
+    return all(each is None or (each.is_cuda and type(each) in (Tensor, Parameter)) for each in tensors)
+
+
+def _torchs_reason(kernel_id: str, facts: Facts, given: Mapping[str, Tensor | None]) -> Reason | None:
+    """Why torch would not take one of its kernels; it says so by warnings."""
+    *qkv, mask = given.values()
+    query, key, value = (each.permute(permutation(str(facts.layout), "BHSD")) for each in qkv if each is not None)
+    dropout_p: Any = facts["dropout_p"]
+    causal, grouped = facts.get("causal") is True, query.shape[1] != key.shape[1]
+    params = torch.backends.cuda.SDPAParams(query, key, value, mask, dropout_p, causal, grouped)
+    with warnings.catch_warnings(record=True) as words:
+        warnings.simplefilter("always")
+        if getattr(torch.backends.cuda, _ASKED[kernel_id])(params, debug=True):
+            return None
+    said = " ".join(str(each.message).partition(" (Triggered internally")[0] for each in words)
+    hint = f"torch says: {said}" if said else "torch does not say why"
+    return Reason(ReasonCode.CONSTRAINT_FAILED, f"torch.backends.cuda.{_ASKED[kernel_id]}", True, False, hint)

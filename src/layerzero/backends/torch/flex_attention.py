@@ -30,7 +30,6 @@ from layerzero.backends.torch import aot_inductor
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
-from layerzero.core.ledger import call_class
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import attention_reference
 
@@ -196,8 +195,11 @@ def _for_exact_sizes(device: torch.device, dtype: torch.dtype, sizes: dict[str, 
 
 
 def _build_key(facts: Facts) -> Hashable:
-    """A build on the CPU serves a class of batches and lengths, at exact heads and widths."""
-    return call_class(facts), *map(facts.__getitem__, _EXACT)
+    """A build on the CPU serves a class of batches and lengths, at exact heads and widths, in its own layout.
+
+    A call's layout is none of it: a build for one in BHSD, which is adapted, was not found by the next.
+    """
+    return facts["operation"], facts["dtype"], *map(facts.size_bits, _RANGES), *map(facts.__getitem__, _EXACT)
 
 
 def _exact_build_key(facts: Facts) -> Hashable:

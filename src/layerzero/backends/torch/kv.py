@@ -32,6 +32,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Tolerance
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.attention.limits import SdpaEnabled
+from layerzero.ops.paged import tiles
 from layerzero.ops.paged.pages import converted_dtype, gathered
 from layerzero.ops.paged.quantized import CONVERTED_DECODE, CONVERTED_PREFILL, DECODE, PREFILL, dequantized, quantized
 from layerzero.ops.rope_append.declare import write_rows
@@ -79,12 +80,13 @@ def load_quantized(facts: Facts) -> Callable[..., None]:
     return append
 
 
+_of_cache = functools.partial(kernel, layout="NHD", priority=20)
+
+
 def _kernel(
     name: str, operation: str, load: Callable[[Facts], Callable[..., Any]], *, graph_safe: bool = True
 ) -> Kernel:
-    return kernel(
-        f"torch.{name}", operation, load, FLOATS, layout="NHD", **BY_ITSELF, graph_safe=graph_safe, priority=20
-    )
+    return _of_cache(f"torch.{name}", operation, load, FLOATS, **BY_ITSELF, graph_safe=graph_safe)
 
 
 def appending(facts: Facts) -> Append:
@@ -106,7 +108,10 @@ def _over_gathered(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) ->
         key_cache, value_cache, block_tables, context_lens, *starts, key_scale, value_scale = pages
         tables = block_tables, context_lens
         codes = gathered(key_cache.view(torch.uint8), value_cache.view(torch.uint8), *tables)
-        scales = (key_scale, value_scale) if key_scale.ndim != 3 else gathered(key_scale, value_scale, *tables)
+        scales = key_scale, value_scale
+        if 3 in (key_scale.ndim, value_scale.ndim):
+            lead = key_cache.shape[:3]
+            scales = gathered(key_scale.expand(lead), value_scale.expand(lead), *tables)
         held = [
             dequantized(each.view(key_cache.dtype), scale, query.dtype)
             for each, scale in zip(codes, scales, strict=True)
@@ -137,6 +142,19 @@ def _converting(facts: Facts, load: Callable[[Facts], Callable[..., Any]]) -> Ca
     return run
 
 
+def _load_tiles(facts: Facts) -> Callable[..., Any]:
+    attend, page_size = load_each(facts), facts.size("page_size")
+
+    def run(query: Tensor, *pages: Tensor, **arguments: Any) -> Any:
+        key_cache, value_cache, block_tables, context_lens, starts = pages
+        used = -(-int(context_lens.max()) // page_size) if len(context_lens) else 0
+        return attend(
+            query, *tiles.in_order(key_cache, value_cache, block_tables[:, :used]), context_lens, starts, **arguments
+        )
+
+    return run
+
+
 def _gathered_numbers(facts: Facts) -> int:
     """Those in the pages of every sequence."""
     tokens = facts.size("batch") * facts.size("max_blocks") * facts.size("page_size")
@@ -162,7 +180,6 @@ calls (float16, codes of float8_e5m2 with a scale for each token, 2026-11-24).""
 _COMMON: dict[str, Any] = {
     "tolerance": {dtype_name(dtype): each for dtype, each in _ROUNDED.items()},
     "tolerance_reason": "products of codes and scales are rounded to the queries' dtype before they are attended to",
-    "layout": "NHD",
     "workspace_bytes": _gathered_bytes,
 }
 _CODES = limit.last_stride_one("key_cache", "value_cache")
@@ -172,110 +189,117 @@ _GATHER, _EACH, _VARLEN = (
 
 KERNELS = (
     _kernel("append_rows", "kv.append.contiguous", always(write_rows)),
-    kernel(
-        "torch.append_each",
-        "kv.append.batched",
-        always(write_rows),
-        FLOATS,
-        layout="NHD",
-        accepts=("cache_list",),
-        **BY_ITSELF,
-        priority=20,
+    _of_cache(
+        "torch.append_each", "kv.append.batched", always(write_rows), FLOATS, accepts=("cache_list",), **BY_ITSELF
     ),
     _kernel("gather_slots", "kv.gather.paged", _load_gather),
     _kernel("copy_pages", "kv.copy_blocks", always(_copy)),
     _kernel(
         "append_codes", "kv.append.quantized", load_quantized, graph_safe=False
     ),  # broke captures (H200, 2026-11-22)
-    kernel(
+    _of_cache(
         "torch.rope_append",
         ("kv.rope_append", "kv.rope_append.paged"),
         _load,
         FLOATS,
-        layout="NHD",
         accepts=("interleaved",),
         grad=True,
         **BY_ITSELF,
-        priority=20,
     ),
-    kernel(
-        "torch.rope_append_codes",
-        "kv.rope_append.quantized",
-        _load,
-        FLOATS,
-        layout="NHD",
-        accepts=("interleaved",),
-        graph_safe=False,
-        priority=20,
+    _of_cache(
+        "torch.rope_append_codes", "kv.rope_append.quantized", _load, FLOATS, accepts=("interleaved",), graph_safe=False
     ),
-    kernel(
+    _of_cache(
         "torch.split_qkv_norm_rope_append",
         ("kv.split_qkv_norm_rope_append", "kv.split_qkv_norm_rope_append.paged"),
         lambda facts: split_then_append(
             load_split(facts), appending(facts), facts.size("heads"), facts.size("kv_heads")
         ),
         limits=(FLOATS, FINITE),
-        layout="NHD",
         accepts=("q_weight", "k_weight", "interleaved", "eps", "plus_one"),
         grad=True,
         **BY_ITSELF,
-        priority=20,
     ),
-    kernel(
+    _of_cache(
         "torch.converted_gather",
         CONVERTED_DECODE.name,
         functools.partial(_converting, load=load_gather),
         limits=(FLOATS, limit.positive("scale"), SdpaEnabled("math")),
-        layout="NHD",
         accepts=("scale", "window"),
         workspace_bytes=_converted_bytes,
         deterministic=no_atomics,
-        priority=20,
     ),
-    kernel(
+    _of_cache(
         "torch.converted_sdpa",
         CONVERTED_PREFILL.name,
         functools.partial(_converting, load=load_each),
         limits=(*CPU_FLASH, limit.last_stride_one("query")),
-        layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),
         workspace_bytes=_converted_bytes,
         graph_safe=False,
-        priority=20,
     ),
-    kernel(
+    _of_cache(
         "torch.converted_each",
         CONVERTED_PREFILL.name,
         functools.partial(_converting, load=load_each),
         limits=EACH,
-        layout="NHD",
         accepts=("causal", "scale", "window", "tree_mask"),
         workspace_bytes=_converted_bytes,
         deterministic=False,
         graph_safe=False,
         priority=15,
     ),
+    *(
+        kernel(
+            f"torch.tiles_{name}",
+            tiles.ATTENTION.name,
+            _load_tiles,
+            limits=limits,
+            accepts=accepts,
+            workspace_bytes=_converted_bytes,
+            deterministic=deterministic,
+            graph_safe=False,
+            priority=priority,
+        )
+        for name, limits, accepts, deterministic, priority in (
+            (
+                "sdpa",
+                (*CPU_FLASH, limit.last_stride_one("query")),
+                ("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes"),
+                True,
+                20,
+            ),
+            ("each", EACH, ("causal", "scale", "window"), False, 15),
+        )
+    ),
     kernel(
+        "torch.append_tiles",
+        "kv.append.tiled",
+        always(tiles.append_tiles_),
+        FLOATS,
+        **BY_ITSELF,
+        graph_safe=False,
+        priority=20,
+    ),
+    _of_cache(
         "torch.quantized_gather",
         DECODE.name,
         _GATHER,
         limits=(FLOATS, limit.positive("scale"), SdpaEnabled("math"), _CODES),
         accepts=("scale", "window", "narrow_query"),
         deterministic=no_atomics,
-        priority=20,
         **_COMMON,
     ),
-    kernel(
+    _of_cache(
         "torch.quantized_sdpa",
         PREFILL.name,
         _EACH,
         limits=(*CPU_FLASH, limit.last_stride_one("query"), _CODES),
         accepts=_ACCEPTS,
         graph_safe=False,
-        priority=20,
         **_COMMON,
     ),
-    kernel(
+    _of_cache(
         "torch.quantized_each",
         PREFILL.name,
         _EACH,
@@ -286,7 +310,7 @@ KERNELS = (
         priority=15,
         **_COMMON,
     ),
-    kernel(
+    _of_cache(
         "torch.quantized_varlen",
         PREFILL.name,
         _VARLEN,
@@ -297,7 +321,6 @@ KERNELS = (
         _CODES,
         accepts=(*_ACCEPTS, "max_context_len", "max_seqlen_q"),
         deterministic=False,
-        priority=20,
         **_COMMON,
     ),
 )

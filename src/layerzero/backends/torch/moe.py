@@ -89,7 +89,7 @@ def _by_name(
 
 def _load_one(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
     """A token's experts, one after the other; their weights are views."""
-    linear, cat = product or linear_for(facts), torch.cat
+    linear, cat, recording = product or linear_for(facts), torch.cat, facts["requires_grad"]
 
     def one(input: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, **named: Any) -> Tensor:
         first, second, gate = _by_name(**named)
@@ -97,7 +97,10 @@ def _load_one(facts: Facts, product: Callable[..., Tensor] | None = None) -> Cal
         places = [place for place, number in enumerate(numbers) if number >= 0]
         here = [numbers[place] for place in places]
         if not here:
-            return torch.zeros_like(input, memory_format=torch.contiguous_format)
+            nothing = torch.zeros_like(input, memory_format=torch.contiguous_format)
+            for each in (input, gate_up, down, shares, first, second) if recording else ():  # zeros have no gradients
+                nothing = nothing if each is None else nothing + each[:0].sum()
+            return nothing
         joined = cat([linear(input, gate_up[number], _bias(first, number)) for number in here])
         pairs = zip(torch.split(gated(joined, *gate, FUNCTIONS), 1), here, strict=True)
         made = cat([linear(row, down[number], _bias(second, number)) for row, number in pairs])
@@ -112,7 +115,7 @@ def load_each(facts: Facts, product: Callable[..., Tensor] | None = None) -> Cal
     """The experts that have tokens, one after the other; ``product`` stands for ``F.linear``."""
     if facts.size_bits("tokens") == 1:
         return _load_one(facts, product)
-    linear, cat = product or linear_for(facts), torch.cat
+    linear, cat, recording = product or linear_for(facts), torch.cat, facts["requires_grad"]
 
     def each(input: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, **named: Any) -> Tensor:
         first, second, gate = _by_name(**named)
@@ -121,8 +124,9 @@ def load_each(facts: Facts, product: Callable[..., Tensor] | None = None) -> Cal
         counts = torch.bincount(flat + 1, minlength=gate_up.shape[0] + 1).tolist()
         rows, end = input[order // ids.shape[1]], counts[0]
         parts = [input.new_zeros(end, input.shape[1])] if end else []
+        none = recording and end == len(flat)  # one without rows makes gradients of 0: zeros alone would have none
         for number, count in enumerate(counts[1:]):
-            if count:
+            if count or (none and not number):
                 joined = linear(rows[end : end + count], gate_up[number], _bias(first, number))
                 parts.append(linear(gated(joined, *gate, FUNCTIONS), down[number], _bias(second, number)))
                 end += count
@@ -217,11 +221,18 @@ def _load_loop(facts: Facts, product: Callable[..., Tensor] | None = None) -> Ca
             if end > start:
                 parts.append(linear(input[start:end], weight[number], _bias(bias, number)))
                 start = end
-        if start < input.shape[0]:
+        if not parts and len(weight):  # no group has rows: gradients are 0, where zeros alone would have none
+            parts.append(linear(input[:0], weight[0], _bias(bias, 0)))
+        if start < input.shape[0] or not parts:
             parts.append(input.new_zeros(input.shape[0] - start, weight.shape[1]))
-        return parts[0] if len(parts) == 1 else cat(parts) if parts else input.new_zeros(0, weight.shape[1])
+        return parts[0] if len(parts) == 1 else cat(parts)
 
     return loop
+
+
+def _load_batched(facts: Facts) -> Callable[..., Tensor]:
+    assert BATCHED.expression is not None
+    return linear_for(facts, BATCHED.expression)
 
 
 def _load_grouped_products(facts: Facts) -> Callable[..., Tensor]:
@@ -240,7 +251,7 @@ _EACH = kernel(
     "torch.experts_each", "moe.experts", load_each, FLOATS, graph_safe=False, priority=50, stock=_own, **_EXPERTS
 )
 _BATCHED = Kernel.of_expression(
-    BATCHED, id="torch.bmm", backend=TORCH, limits=(FLOATS,), priority=50, stock=True, **_PRODUCTS
+    BATCHED, id="torch.bmm", backend=TORCH, load=_load_batched, limits=(FLOATS,), priority=50, stock=True, **_PRODUCTS
 )
 _GROUPS = kernel(
     "torch.linear_each",

@@ -11,6 +11,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -277,86 +278,81 @@ def flash_over_gathered(
     return flash(*tokens, cu_seqlens_q, starts, *longest, causal=causal, lens=context_lens, **scores)
 
 
+_over_pages = functools.partial(kernel, layout="NHD")
+
 KERNELS = (
-    kernel(
+    _over_pages(
         "torch.paged_gather",
         FLAT,
         load_gather,
         limits=(FLOATS, limit.positive("scale"), SdpaEnabled("math")),
-        layout="NHD",
         accepts=("scale", "window", "max_context_len"),
         # torch's own dispatch obeys the caller's sdpa_kernel context; it has a kernel for this while math may run
         workspace_bytes=lambda facts: 2 * _gathered_bytes(facts),  # they are blanked in new memory
         deterministic=no_atomics,
         priority=20,
     ),
-    kernel(
+    _over_pages(
         "torch.paged_append",
         "kv.append.paged",
         load_append,
         FLOATS,
-        layout="NHD",
         batch_invariant=True,
         tp_invariant=True,
         priority=20,
     ),
-    kernel(
+    _over_pages(
         "torch.paged_sdpa",
         mixed.ALL,
         load_each,
         limits=(*CPU_FLASH, limit.last_stride_one("query")),
-        layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "sinks", "alibi_slopes", "tree_mask"),
         graph_safe=False,
         priority=50,
     ),
     *(
-        kernel(
+        _over_pages(
             name,
             paged.GQA_DECODE_BATCHED.name,
             load_listed,
             limits=(*CPU_FLASH, limit.last_stride_one("query"), limit.one_of("converted", converted)),
-            layout="NHD",
             accepts=("scale", "window", "return_lse", "cache_list"),
             graph_safe=False,
             priority=priority,
         )
         for name, converted, priority in (("torch.batched_sdpa", False, 50), ("torch.batched_converted", True, 20))
     ),
-    kernel(
+    _over_pages(
         "torch.batched_each",
         paged.GQA_DECODE_BATCHED.name,
         load_listed,
         *EACH,
         limit.one_of("converted", False),
-        layout="NHD",
         accepts=("scale", "window", "cache_list"),
         deterministic=False,
         graph_safe=False,
         priority=15,
     ),
-    kernel(
+    _over_pages(
         "torch.paged_each",
         mixed.ALL,
         load_each,
         *EACH,
-        layout="NHD",
         accepts=("causal", "scale", "window", "tree_mask"),
         deterministic=False,
         graph_safe=False,
         priority=15,
     ),
-    kernel(
+    _over_pages(
         "torch.paged_softcap",
         (*paged.DECODE_PAGED, *mixed.ALL),
         load_softcapped,
         limits=(limit.platform("cpu"), limit.dtype("float32", "float16", "bfloat16"), CAPPED, FITTING_CAP),
-        layout="NHD",
         accepts=("causal", "scale", "window", "softcap"),
         graph_safe=False,
         priority=40,
     ),
-    kernel(
+    _over_pages(
         "torch.paged_varlen",
         mixed.ALL,
         always(flash_over_gathered),
@@ -365,7 +361,6 @@ KERNELS = (
         limit.last_stride_one("query", "key_cache", "value_cache"),
         limit.aligned(16, "query"),
         limit.contiguous("context_lens", "cu_seqlens_q"),
-        layout="NHD",
         accepts=("causal", "scale", "window", "return_lse", "max_context_len", "max_seqlen_q"),
         workspace_bytes=_gathered_bytes,
         deterministic=False,

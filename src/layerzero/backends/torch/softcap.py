@@ -45,6 +45,7 @@ from layerzero.backends.torch.attention import (
     kernel,
     load_cpu_flash,
 )
+from layerzero.backends.torch.cpu_half import bmm_for
 from layerzero.core import emulation
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -72,7 +73,7 @@ def _load_sinks(facts: Facts) -> Callable[..., Any]:
 def load_softcap(facts: Facts) -> Callable[..., Any]:
     """What attends with a softcap: queries, keys and values (B, H, S, D), a float mask."""
     batch_axes = facts.size("kv_heads"), facts.size("heads") // facts.size("kv_heads")
-    emulated = emulation.emulates(facts.device, facts["dtype"])
+    emulated, bmm = emulation.emulates(facts.device, facts["dtype"]), bmm_for(facts)
 
     def softcapped(
         query: Tensor,
@@ -109,7 +110,7 @@ def load_softcap(facts: Facts) -> Callable[..., Any]:
             weights = torch.softmax(scores, -1)
             if empty is not None:
                 weights.view(batch, heads, rows, seen).masked_fill_(empty, 0.0)
-            found = torch.bmm(weights.to(values.dtype), values[:, :seen])
+            found = bmm(weights.to(values.dtype), values[:, :seen])
             output[:, :, first:last] = found.view(batch, heads, rows, value_dim)
         return output
 

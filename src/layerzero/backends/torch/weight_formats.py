@@ -35,7 +35,7 @@ from torch.nn import functional
 from layerzero.backends import grouped_weights
 from layerzero.backends.grouped_weights import Product, Products, experts_of, grouped, looped
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
-from layerzero.backends.torch.cpu_half import FEW_BITS, many
+from layerzero.backends.torch.cpu_half import FEW_BITS, ROWS_APART, linear_for, many
 from layerzero.backends.torch.quantized_linear import on_boundary
 from layerzero.core import limits as limit
 from layerzero.core.emulation import lacks
@@ -73,6 +73,7 @@ def dequantizing(
     platform: str,
     *,
     whole: bool = False,
+    linear: Callable[[Tensor, Tensor], Tensor],
 ) -> Callable[[Tensor, Fields], Tensor]:
     """A product of rows (M, K) with weights of a format and of these sizes N and K, by blocks of the weight's rows.
 
@@ -91,9 +92,9 @@ def dequantizing(
     def run(left: Tensor, given: Fields) -> Tensor:
         left = left.to(narrow)
         if len(starts) == 1:
-            return functional.linear(left, numbers(given))
+            return linear(left, numbers(given))
         parts = [scheme.cut(of, given, inputs, start, min(start + rows, outputs)) for start in starts]
-        return torch.cat([functional.linear(left, numbers(each)) for each in parts], -1)
+        return torch.cat([linear(left, numbers(each)) for each in parts], -1)
 
     return run
 
@@ -104,7 +105,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
     rotation, of = of.rotation, replace(of, rotation=0)
     if rotation and facts["dtype"] is torch.float16:  # rotated rows may be larger than any of its numbers
         dtypes = dtypes[0], dtypes[0]
-    product = dequantizing(of, sizes, dtypes, str(facts["platform"]), whole=bool(facts["requires_grad"]))
+    whole, linear = bool(facts["requires_grad"]), linear_for(facts)
+    product = dequantizing(of, sizes, dtypes, str(facts["platform"]), whole=whole, linear=linear)
 
     def run(
         input: Tensor,
@@ -224,10 +226,10 @@ _SPREAD = many("tokens", of="top_k", over="experts")
 
 def _load_experts(facts: Facts) -> Callable[..., Any]:
     dtypes = _dtypes(facts, lambda facts: not _SPREAD(facts))
-    platform, whole = str(facts["platform"]), bool(facts["requires_grad"])
+    platform, whole, linear = str(facts["platform"]), bool(facts["requires_grad"]), linear_for(facts)
 
     def products(stack: Stack) -> Products:
-        run = dequantizing(stack.of, (stack.shape[1], stack.shape[2]), dtypes, platform, whole=whole)
+        run = dequantizing(stack.of, (stack.shape[1], stack.shape[2]), dtypes, platform, whole=whole, linear=linear)
         return Products(stack.shape[0], lambda rows, number: run(rows, stack.given.of_expert(number)))
 
     return looped(facts, lambda given: map(products, weights_of(given, given["input"].dtype)))
@@ -239,6 +241,8 @@ _OF_INT8 = (
     limit.one_of("weight_zeros", "none"),
     limit.one_of("weight_group", 0),
 )
+
+_DENSE = FLOATS, MAY_BE_DENSE, ROWS_APART
 
 KERNELS = (
     grouped(
@@ -332,12 +336,12 @@ KERNELS = (
         "torch.kept_quant",
         QUANTIZED[None].name,
         _load_kept,
-        limits=(limit.platform("cpu"), FLOATS, MAY_BE_DENSE),
+        limits=(limit.platform("cpu"), *_DENSE),
         accepts=("bias", "out_dtype", "packed"),
         priority=25,
     ),
     *(
-        grouped(f"torch.kept_{name}", TORCH, _kept, 25, FLOATS, MAY_BE_DENSE, operation=name, of_codes=False)
+        grouped(f"torch.kept_{name}", TORCH, _kept, 25, *_DENSE, operation=name, of_codes=False)
         for name in FORMATTED
         if FORMATTED[name].name not in grouped_weights.ROUNDING + grouped_weights.ROUNDING_GGUF
     ),

@@ -209,14 +209,17 @@ def _float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _load_linear(facts: Facts) -> Callable[..., Any]:
-    of_int8 = _rows(_operator(facts, "dynamic_scaled_int8_quant"))  # first: it finds out whose the name space is
-    quantized = of_int8 if facts["operation"] == QUANTIZED["int8"].name else _float8_rows
+    of_int8 = facts["operation"] == QUANTIZED["int8"].name
+    by_int8 = _rows(_operator(facts, "dynamic_scaled_int8_quant"))  # first: it finds out whose the name space is
+    quantized = by_int8 if of_int8 else _float8_rows
     operator = operators(f"{STABLE}.abi3.so", "_C", STABLE).cutlass_scaled_mm.default
     features, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
 
     def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:
         rows = input if ndim == 2 else input.view(-1, features)
         codes, scale = quantized(rows)
+        if of_int8:  # the operator's own scale passes over NaN
+            scale.add_(rows.abs().amax(-1, keepdim=True), alpha=0.0)
         output = rows.new_empty((len(rows), outputs))
         operator(output, codes, weight.t(), scale, on_boundary(weight_scale.reshape(-1)), bias)
         return output if ndim == 2 else output.view(*input.shape[:-1], -1)

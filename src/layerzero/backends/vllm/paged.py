@@ -4,11 +4,19 @@ Both follow the block table in the kernel and read lengths on the device, so not
 FlashAttention 3 schedules from the lengths lives on the step, once for all layers. The longest length only sizes the
 work: the promised bound, or what the table holds. 159 and 146 us for 64 sequences of 2048 tokens, 26 and 20 for one of
 4096 (32 heads on 8, bfloat16, pages of 16, H200, 2026-11-21; reading the cache takes 125).
+
+*Behind a shared prefix*: one call for the prefix, one for the rest, then a merge. To the prefix all queries are those
+of one sequence, so that a tile of queries reads each page once. Both calls are merged by torch's expression; as an
+operation of its own there is vLLM's, which takes one launch.
+
+*Over patterns of blocks*: a row of blocks is a sequence, blocks of keys are its pages. Keys of one sequence, cut into
+blocks, are a paged cache as they lie, and the pattern becomes a block table on the device. Nothing is gathered.
 Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +25,26 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.paged import SAME_STRIDES
 from layerzero.backends.shape_cache import Prepared, driver_cache
+from layerzero.backends.torch.latent_cascade import as_decode, merge, weighted
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES
 from layerzero.backends.vllm.library import (
     VLLM,
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
+    driver_version,
     has_machine_code_of_v2,
     operators,
     variant_of_v2,
 )
-from layerzero.backends.vllm.varlen import HEADS
+from layerzero.backends.vllm.varlen import HEADS, OF_V2, OF_V3, Forward, Keys, Own, acting
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.core.kernel import Kernel
 from layerzero.ops.attention.limits import DenseTokens
 from layerzero.ops.attention.reference import with_lse
-from layerzero.ops.cascade import FLAT
+from layerzero.ops.cascade import CASCADE, FLAT, MERGE_STATES
 from layerzero.ops.paged.step import StepMetadata
+from layerzero.ops.sparse.declare import NAME, block_table, in_blocks
 
 
 def _starts(device_index: int, batch: int) -> Tensor:
@@ -190,6 +202,119 @@ WRITES = (
 """What its operators that write tokens into pages take."""
 
 
+def _load_cascade(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
+    forward, scored = library(), acting(facts)
+    page_size = facts.size("page_size")
+
+    def run(
+        query: Tensor,
+        *pages: Tensor,
+        shared_blocks: int,
+        return_lse: bool = False,
+        max_context_len: int | None = None,
+        **given: Any,
+    ) -> Any:
+        key_cache, value_cache, block_tables, context_lens = pages
+        batch, blocks = block_tables.shape
+        tokens, shared = query.squeeze(1), shared_blocks * page_size
+        scores = scored(**given)
+        numbers = functools.partial(torch.arange, dtype=torch.int32, device=query.device)
+        lens = torch.full((1,), shared, dtype=torch.int32, device=query.device)
+        prefix = Keys(key_cache, value_cache, None, lens, block_tables[:1, :shared_blocks], shared)
+        first = forward(tokens, numbers(0, 2 * batch, batch), batch, prefix, scores, None)
+        if shared_blocks < blocks:
+            longest = blocks * page_size if max_context_len is None else min(max_context_len, blocks * page_size)
+            table = block_tables[:, shared_blocks:]
+            rest = Keys(key_cache, value_cache, None, context_lens - shared, table, max(longest - shared, 1))
+            second, lse_of_rest = forward(tokens, numbers(batch + 1), 1, rest, scores, None)
+            lse_of_rest = lse_of_rest.masked_fill(lse_of_rest == torch.inf, -torch.inf)  # of a sequence without a rest
+            if not return_lse:
+                return weighted(*first, second, lse_of_rest).unsqueeze(1)
+            first = merge(*first, second, lse_of_rest)
+        output, lse = as_decode(*first)
+        return (output, lse) if return_lse else output
+
+    return run
+
+
+def _load_merge(facts: Facts) -> Callable[..., Any]:
+    operator = operators("_C.abi3.so", "_C").merge_attn_states.default
+
+    def run(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+        output, lse = torch.empty_like(output_a), torch.empty_like(lse_a)
+        operator(output, lse, output_a, lse_a, output_b, lse_b, None, None)
+        return output, lse
+
+    return run
+
+
+_STATES = ("output_a", "lse_a", "output_b", "lse_b")
+_PAGED = (
+    *HEADS,
+    limit.last_stride_one("query", "key_cache", "value_cache", "block_tables"),
+    limit.contiguous("context_lens"),
+    limit.aligned(16, "query", "key_cache", "value_cache"),
+)
+
+
+def _cascade(own: Own, version: int, priority: int) -> Kernel:
+    return own.backend.kernel(
+        f"vllm.flash_attn.v{version}.cascade",
+        CASCADE.name,
+        functools.partial(_load_cascade, library=own.forward),
+        layout="NHD",
+        accepts=("scale", "softcap", "return_lse", "max_context_len", "shared_blocks"),
+        limits=(*own.limits, *_PAGED),
+        **own.fields,
+        priority=priority,
+    )
+
+
+def _load_blocks(facts: Facts, library: Callable[[], Forward]) -> Callable[..., Any]:
+    forward, scored = library(), acting(facts)
+
+    def run(
+        query: Tensor, *rest: Tensor, block_rows: int, block_cols: int, return_lse: bool = False, **given: Any
+    ) -> Any:
+        key, value, block_indptr, block_indices = rest
+        pages = in_blocks(key, block_cols), in_blocks(value, block_cols)
+        table, counts = block_table(block_indptr, block_indices, len(pages[0]))
+        starts = torch.arange(0, len(query) + 1, block_rows, dtype=torch.int32, device=query.device)
+        keys = Keys(*pages, None, counts * block_cols, table, max(len(key), 1))
+        output, lse = forward(query, starts, block_rows, keys, scored(**given), None)
+        if not return_lse:
+            return output
+        # version 2 leaves what lay there for rows without a block (2.4e-38 on an H200, 2026-11-23)
+        nothing = (counts == 0).repeat_interleave(block_rows)[: len(query)]
+        return output, with_lse(output, lse)[1].masked_fill(nothing, -torch.inf)
+
+    return run
+
+
+def _of_blocks(own: Own, version: int, priority: int) -> Kernel:
+    variant = functools.partial(variant_of_blocks, version=version)
+    return own.backend.kernel(
+        f"vllm.flash_attn.v{version}.block_sparse",
+        NAME,
+        functools.partial(_load_blocks, library=own.forward),
+        *(each for each in own.limits if "page_size" not in each.facts_named()),
+        *HEADS,
+        # pages of version 2, and tiles of version 3 worth their launch
+        limit.rule("block_cols: a multiple of 16", lambda facts: facts["block_cols"] % 16 == 0),
+        limit.last_stride_one("query", "key", "value"),
+        limit.aligned(16, "query", "key", "value"),
+        limit.contiguous("block_indptr"),
+        accepts=("block_rows", "block_cols", "scale", "return_lse"),
+        **{**own.fields, **({"build_key": variant} if own.fields else {})},
+        priority=priority,
+    )
+
+
+def variant_of_blocks(facts: Facts, version: int) -> tuple[object, ...]:
+    """Which instantiation a call takes: one for each dtype and width, and whose compiler makes it of PTX."""
+    return version, facts.device.sm, driver_version(), facts["dtype"], -(-facts.size("head_dim") // 32)
+
+
 KERNELS = (
     VLLM_FLASH_ATTN_3.kernel(
         "vllm.flash_attn.v3.paged",
@@ -233,4 +358,18 @@ KERNELS = (
         device_guard=False,
         priority=80,
     ),
+    _cascade(OF_V3, 3, 60),  # below those that follow each table: eager, its launches cost more than it saves
+    _cascade(OF_V2, 2, 50),
+    VLLM.kernel(
+        "vllm.merge_states",
+        MERGE_STATES.name,
+        _load_merge,
+        limit.dtype("float32", "float16", "bfloat16"),
+        limit.dim("value_dim", multiple=8),
+        limit.contiguous(*_STATES),
+        limit.aligned(16, "output_a", "output_b"),
+        priority=80,
+    ),
+    _of_blocks(OF_V3, 3, 80),
+    _of_blocks(OF_V2, 2, 55),
 )

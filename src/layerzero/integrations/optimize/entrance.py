@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
@@ -18,7 +17,7 @@ from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
 from layerzero.core.errors import LayerZeroFallbackWarning, refuse
-from layerzero.core.system import memory
+from layerzero.core.system import memory, warn
 from layerzero.core.system.resources import available_bytes
 from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.frozen_choices import ranks_choose
@@ -132,81 +131,79 @@ def optimize(
         print(report)
         report.undo()
 
-    Norms, feed-forward blocks, experts of mixtures and linear layers are found by what they compute, and whole layers
-    of decoders and encoders of Transformers, whose attention is set to ``"layerzero"``. Each keeps its class, its
-    parameters and its place: ``state_dict``, ``save_pretrained``, ``.to()``, deep copies, ``torch.save`` (of the stock
-    module) and hooks of the modules themselves work as before, and nothing of the process is changed. Calls that record
-    gradients, run under autocast, in training mode or in ``torch.compile`` run the modules' own code. So does a module
-    that is no longer what it was when it was checked, or one of whose submodules is not: another mode, hook, attribute,
-    submodule, class or forward, or another function of torch that its code names. What is changed back is LayerZero's
-    again. Shallow copies and replicas of ``DataParallel`` are stock. A weight that is packed for a CPU is compared with
-    its source: a write that torch does not count (``weight.data[3] = 0``, NumPy) is seen at once or within 1024 calls
-    of that weight, named by a warning and in the report, and the weight packed anew.
+    Norms, feed-forward blocks, experts of mixtures, linear layers, and whole layers of decoders and encoders are found
+    by what they compute. Attention of Transformers is set to ``"layerzero"``. Each module keeps its class, parameters
+    and place. ``state_dict``, ``save_pretrained``, ``.to()``, deep copies, ``torch.save`` (of the stock module) and
+    hooks work as before, and nothing of the process is changed. Calls that record gradients, run under autocast, in
+    training mode or in ``torch.compile`` run the modules' own code. So does a module that changed since its check, or
+    one of whose submodules did: another mode, hook, attribute, submodule, class or forward, or another function of
+    torch that its code names. What is changed back is LayerZero's again. Shallow copies and replicas of
+    ``DataParallel`` are stock. A weight that is packed for a CPU is compared with its source. A write that torch does
+    not count (``weight.data[3] = 0``, NumPy) is seen at once or within 1024 calls of that weight. A warning and the
+    report name it, and the weight is packed anew.
 
     Args:
-        model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers); a
-            SentenceTransformer in either mode, for its ``encode()`` leaves training mode by itself.
+        model: a module in evaluation mode, or what has one (a pipeline of Transformers or diffusers). A
+            SentenceTransformer in either mode: its ``encode()`` leaves training mode by itself.
         inputs: a tensor, a tuple or a dict that the model is called with, or a function without arguments that runs
             it. The calls that it makes are measured, and what gains less than 1 % end to end is left as it was.
         graph: whether decoders' steps (one token, a cache) are captured in a CUDA graph for each of a few lengths, and
-            replayed; on a CPU they run as they are, with the cache in memory that stays where it is.
-        padding: whether encoders of Transformers on a CPU compute padded batches without their padding, where enough
-            of it saves time. Real positions get what they got but for rounding; positions behind a row's last real
-            token give zeros, which only code shows that reads them, such as a mean without the mask.
+            replayed. On a CPU they run as they are, over a cache in memory that stays where it is.
+        padding: whether encoders of Transformers on a CPU compute padded batches without their padding, where enough of
+            it saves time. Real positions get what they got but for rounding. Positions behind a row's last real token
+            give zeros, which changes code that reads them, such as a mean without the mask.
         rounds: times that each variant is timed, interleaved; up to four times as often while their ratios scatter
             around the 1 %.
         budget_s: seconds for all that is done here; None for no limit. No step begins that is likely to end later. The
             report says what was left out. Where the model is too slow to be timed in it, random rows decide, as without
-            inputs; what was not timed at all stays as it was, but for products that the CPU is known to emulate.
+            inputs. What was not timed stays as it was, but for products that the CPU is known to emulate.
         isolate: whether kernels that are new on this machine run in a child process first.
-        memory_limit: bytes that packed forms of weights may take together, besides the weights, which stay for state
-            dicts; None for no limit, 0 for none at all. A kernel for prompts and one for tokens may keep a form each.
-            Where the CPU emulates half precision, one of them is in float32, and that of a quantised weight may be as
-            large as a floating one: None means half of the free memory then. What has no room is read as it lies, by
-            whichever kernel is fastest then.
-        weights: ``"int8"`` quantises the weights of linear layers and experts, by a scale for each output, ``"int4"``
-            by one for each 128 columns, ``"int4:32"`` for each 32, ``"fp8"`` to e4m3 by a scale for each output;
-            ``"mxfp4"`` and ``"nvfp4"`` to four bits in blocks. Where no fast kernel takes a format, another one is
-            taken, with a warning, and settings order formats: ``quant.*``, docs/quantizing.md.
-            ``"auto"`` takes int8 for experts, and for each layer the format that is fastest on the sizes of the inputs'
-            calls, of those within ``accuracy``.
-            Nothing is quantised unasked. Each layer is compared with its
-            own code, on the inputs' rows or, without inputs, on random ones; the report says what each loses, and how
-            far the model's output is from its own. Weights stay as they are, for ``undo()``, state dicts, gradients and
-            calls that they serve faster, and codes follow what is written into them. The layer that gives a model's
-            output, or shares an embedding's weight, is looked at with inputs only. Nothing is compiled then.
-        activations: ``"int8"`` quantises rows, too, by a scale for each or, with four bits, for a group; None
-            multiplies them as they are, which gains at a few tokens at most. Without ``weights`` it is for weights
-            that the model has quantised by group or in GGUF's blocks.
-        accuracy: how far a layer's output may be from its own, as a share of its norm; what loses more stays as it was.
-            None is 0.03 for int8, auto and rows alone, 0.05 for fp8, and 0.15 for four bits.
-        training: whether steps of training are what counts: norms, and the loss of a causal language model of
-            Transformers, whose outputs have no logits then, in training mode and with labels. A step forward and back
-            on ``inputs`` (a dict with labels), or on random texts, proves them and times them. Attention, blocks and
-            products stay the model's own, and nothing of inference is put on: docs/training.md.
+        memory_limit: bytes that packed forms of weights may take together; None for no limit, 0 for none at all. The
+            weights stay, for state dicts. A kernel for prompts and one for tokens may keep a form each. Where the CPU
+            emulates half precision, one of them is in float32, and that of a quantised weight may be as large as a
+            floating one. None means half of the free memory then. A weight without room is read as it lies, by the
+            fastest kernel for that.
+        weights: ``"int8"`` quantises the weights of linear layers and experts by a scale for each output, ``"fp8"`` to
+            e4m3 likewise. ``"int4"`` has a scale for each 128 columns, ``"int4:32"`` for each 32; ``"mxfp4"`` and
+            ``"nvfp4"`` have four bits in blocks. Where no fast kernel takes a format, another one is taken, with a
+            warning, and settings order formats: ``quant.*``, docs/quantizing.md. ``"auto"`` takes int8 for experts, and
+            for each layer the fastest format within ``accuracy`` on the sizes of the inputs' calls. By default nothing
+            is quantised. Each layer is compared with its own code, on the inputs' rows or, without inputs, on random
+            ones. The report says what each loses, and how far the model's output is from its own. Weights stay as they
+            are, for ``undo()``, state dicts, gradients and calls that they serve faster, and codes follow what is
+            written into them. The layer that gives a model's output, or shares an embedding's weight, is taken with
+            inputs only. Nothing is compiled then.
+        activations: ``"int8"`` quantises rows, too, by a scale for each or, with four bits, for a group. None
+            multiplies them as they are, which gains at a few tokens at most. Without ``weights`` it is for weights that
+            the model has quantised by group or in GGUF's blocks.
+        accuracy: how far a layer's output may be from its own, as a share of its norm. A layer that loses more stays as
+            it was. None is 0.03 for int8, auto and rows alone, 0.05 for fp8, and 0.15 for four bits.
+        training: whether steps of training count: norms, and the loss of a causal language model of Transformers. In
+            training mode and with labels its outputs have no logits then. A step forward and back on ``inputs`` (a dict
+            with labels), or on random texts, proves them and times them. Attention, blocks and products stay the
+            model's own, and nothing of inference is put on: docs/training.md.
         progress: hears what is done, how much of it, and of how much; a bar on a terminal if None. Not of tokenizers.
 
-    With inputs, on a CPU, each model of Transformers, or the module itself, is also compiled as a whole by ONNX
-    Runtime, OpenVINO and Inductor, those that are installed and that settings do not leave out
-    (``avoid=["openvino"]``), for the shapes of the inputs' calls. What gives the same values, on these inputs and on
-    others of their shapes, and takes less time runs calls of those shapes while weights, settings and modules stay as
-    they are; any other call runs the model's own code. Each keeps a copy of the weights, which counts against
-    ``memory_limit``, and compiling takes at most half of ``budget_s``.
+    With inputs, on a CPU, each model of Transformers, or the module itself, is also compiled as a whole for the shapes
+    of the inputs' calls. ONNX Runtime, OpenVINO and Inductor are tried where they are installed; ``avoid=["openvino"]``
+    leaves one out. A compiled call must give the same values, on these inputs and on others of their shapes, and take
+    less time. It then runs calls of those shapes while weights, settings and modules stay as they are. Any other call
+    runs the model's own code. Each keeps a copy of the weights, which counts against ``memory_limit``, and compiling
+    takes at most half of ``budget_s``.
 
     Without inputs, on a CPU, whole layers and modules of each shape are timed against the model's own code on 1, 4 and
-    64 random tokens, for a second or two a shape and once a process: the layers of a small model as steps of the model
-    itself. What is slower at one of them by more than 1 % or the noise is left as it was, and so is what raises while
-    it is timed. Then steps of a whole decoder are timed, up to 16 of one token and of four in a row: where they are
-    slower for sure, layers compute another way, or the model keeps its own. Attention that is in no such layer is
-    compared, and not timed. With ``graph=True`` all layers and their attention stay, for steps are taken from them:
-    then what loses is shown, and not left.
+    64 random tokens. That takes a second or two a shape, once a process. Layers of a small model are timed as steps of
+    the model itself. What is slower at one size by more than 1 % or the noise, or raises, is left as it was. Then steps
+    of a whole decoder are timed, up to 16 of one token and of four in a row. Where they are slower for sure, layers
+    compute another way, or the model keeps its own. Attention that is in no such layer is compared, and not timed. With
+    ``graph=True`` all layers and their attention stay, since steps need them: what loses is shown, and not left.
 
     No other thread may use the model until this returns: its modules and settings are switched to and fro meanwhile.
 
     A tokenizer of Transformers comes back as one with the same interface and the same ids, whose texts the fastest
     exact library encodes (:func:`layerzero.integrations.tokenizers.optimize_tokenizer`).
 
-    Where ``batch_invariant`` or ``require_tp_invariant`` is on, all that is checked stays, whatever time it takes; the
+    Where ``batch_invariant`` or ``require_tp_invariant`` is on, all that is checked stays, whatever time it takes. The
     report says what that costs on the inputs, and which products are left to the model's own code.
 
     Where ``distributed_selection`` is on, what another rank left is left, and ranks agree where this ends.
@@ -269,7 +266,7 @@ def optimize(
         raise
     report.seconds = time.deadline.spent_s
     for text in fell_back(report.made):
-        warnings.warn(f"lz.optimize: {text}", LayerZeroFallbackWarning, stacklevel=3)
+        warn(f"lz.optimize: {text}", LayerZeroFallbackWarning, stacklevel=3)
     return report
 
 
@@ -305,7 +302,8 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
     with time.holding_back(0.0 if workload is None else time.expected_s(RUN, WHOLE)):  # else nothing tells what slows
         found = [each for finder in finders for each in report.sort(finder(search))]
     invariant = current_policy().invariant  # then nothing goes because of its time, and no compiler helps
-    left = workload is None or asked is not None or invariant
+    mended = any(each.mends for each in found)  # a compiled model has the faults of its own code
+    left = workload is None or asked is not None or invariant or mended
     targets = [] if left else compiled_calls.compile_calls(search, report, watched)
     _join(found, root, report)
     for each in found:

@@ -64,7 +64,7 @@ def time_inputs(search: Search, report: Optimized, before: list[Tensor]) -> None
     assert workload is not None
     stock_s = time.expected_s(RUN)
     by_kind: dict[str, list[Replaced]] = defaultdict(list)
-    for each in report.replaced:
+    for each in (one for one in report.replaced if not one.mends):
         by_kind[each.kind].append(each)
     if not _has_time(report, stock_s) and time.fits(RUN):
         workload.run()  # it may take a part of stock's time now: products that the CPU emulated

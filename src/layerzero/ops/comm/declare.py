@@ -42,7 +42,7 @@ from layerzero.ops.comm.ranks import (
     torch_all_reduce,
     torch_reduce_scatter,
 )
-from layerzero.ops.declaration import cases, function, operation, same_shape, tensor
+from layerzero.ops.declaration import cases, eps_problems, function, operation, same_shape, tensor
 from layerzero.ops.norm.declare import rms_norm
 
 _NUMBERS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
@@ -372,6 +372,6 @@ FUNCTIONS = (
     _of(
         "all_reduce_add_rms_norm",
         ALL_REDUCE_ADD_RMS_NORM,
-        lambda given: same_shape("residual", "input")(given) or _no_gradient(given),
+        lambda given: same_shape("residual", "input")(given) + eps_problems(given) or _no_gradient(given),
     ),
 )

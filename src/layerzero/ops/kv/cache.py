@@ -40,9 +40,9 @@ class KVCache(CachedSequences):
                 lz.append_paged_kv_(key, value, layer, slot_mapping=step.slots)
                 output = lz.paged_attention(query, layer, step=step)
 
-    Sequences have pages; one that is forked shares them until one writes. Where a sequence has a row of its own
-    (``contiguous``, ``virtual``, ``unified``) a row is a page of ``max_length`` tokens, and :meth:`rows` gives tensors
-    for contiguous kernels.
+    Sequences have pages; one that is forked shares them until one writes. In caches of rows (``contiguous``,
+    ``virtual``, ``unified``) a sequence has one page of ``max_length`` tokens, and :meth:`rows` gives tensors for
+    contiguous kernels.
 
     Args:
         layers: layers of the model.
@@ -50,14 +50,14 @@ class KVCache(CachedSequences):
         latent: widths of the two planes of latent attention, (512, 64), in place of heads.
         pages, page_size: of a paged cache; the size in tokens.
         max_sequences, max_length: of a cache of rows, or to have the pages counted.
-        layout: ``NHD`` or ``HND``; ``VLLM`` for keys split into 16 bytes, which is written, read and converted;
-            ``VLLM_CPU`` for what vLLM's kernels for CPUs read: ``HND`` in calls, keys transposed in memory.
+        layout: ``NHD`` or ``HND``. ``VLLM`` splits keys into 16 bytes, and is written, read and converted. ``VLLM_CPU``
+            is what vLLM's kernels for CPUs read: ``HND`` in calls, keys transposed in memory.
         dtype: of the elements.
         device: where it lies; the CPU if None.
         strategy: one of :class:`layerzero.KVCacheStrategy`, whatever the facts say; chosen by them if None.
         captured: whether steps are replayed as CUDA graphs; a fact for the choice.
-        scales: of a cache of float8 or int8, one for the ``tensor`` (1 until it is set), for a ``head``, or for
-            each ``token`` and head, which :meth:`layerzero.ops.kv.layer.CacheLayer.fit_scales` sets.
+        scales: of a cache of float8 or int8: one for the ``tensor`` (1 until it is set), for a ``head``, or for each
+            ``token`` and head. :meth:`layerzero.ops.kv.layer.CacheLayer.fit_scales` sets the last.
         limit_bytes: the most memory that a virtual cache takes.
     Attributes:
         choice: the strategy, and why.
@@ -187,8 +187,8 @@ class KVCache(CachedSequences):
             for step in cache.rehearsal(sequences=32, tokens=256, length=4096):
                 model.forward(step)  # as on any step; what it writes is taken back
 
-        Calls are of one class while sequences, new tokens and columns of tables stay within a power of two, and the
-        step's :attr:`CacheStep.max_seqlen_q` and :attr:`CacheStep.decodes` are the same.
+        Calls are of one class while sequences, new tokens and columns of tables stay within a power of two. The step's
+        :attr:`CacheStep.max_seqlen_q` and :attr:`CacheStep.decodes` must also be the same.
         Args:
             sequences, tokens: the most of one step.
             length: the longest sequence.

@@ -43,7 +43,7 @@ from layerzero.ops.paged.append import (
 )
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, CACHES, listed
 from layerzero.ops.paged.pages import CacheList, nhd
-from layerzero.ops.rope_append.declare import PLACES_IN_ROWS, places_in_rows, write_rows
+from layerzero.ops.rope_append.declare import PLACES_IN_ROWS, check_list, places_in_rows, write_rows
 from layerzero.ops.rope_append.route import place_problems, varying_in_rows
 
 _HEADS = (KV_HEADS, *HEAD_DIMS)
@@ -135,6 +135,7 @@ APPEND_LIST = replace(
     summary="Write new keys and values into contiguous caches, one for each request",
     cases=APPEND.cases[:2],
     examples=_list_examples,
+    check_values=check_list,
     sweep=None,
 )
 SLOTS = (
@@ -246,13 +247,13 @@ def append_quantized_kv_(
 
     Shapes: key (T, K, D), value (T, K, D_v); caches as in ``lz.paged_attention``; slot_mapping (T,); scales (), (K,) or
         (P, N, K), whatever the layout.
-    Dtype: keys and values the same floating dtype; caches both float8_e4m3fn, float8_e5m2 or int8; scales float32;
-        slot_mapping int64, on the same device.
+    Dtype: keys and values the same floating dtype; caches both float8_e4m3fn, float8_e5m2 or int8; scales float32,
+        of (P, N, K) also float16; slot_mapping int64, on the same device.
     Args:
         slot_mapping: as of ``lz.append_paged_kv_``.
         key_scale, value_scale: what the cache's numbers are multiples of, above 0. Quotients beyond the dtype's range
-            become its largest number, infinities NaN in float8, or its largest number, too, where vLLM's kernel runs;
-            those of int8 are rounded to even, from -127 to 127.
+            become its largest number. In float8 infinities become NaN, or its largest number where vLLM's kernel runs.
+            Those of int8 are rounded to even, from -127 to 127.
         layout: ``"NHD"`` or ``"HND"``.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for caches that share elements; on a CPU and
         in debug mode for slots beyond the cache or named twice, and for scales of new tokens that are not above 0, too.

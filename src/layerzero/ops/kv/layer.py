@@ -21,6 +21,7 @@ from layerzero.ops.paged import layout_record
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.cache import PagedCache, hint_of_step, of_step
 from layerzero.ops.paged.quantized import QUANTIZED
+from layerzero.ops.paged.step import StepMetadata
 
 if TYPE_CHECKING:
     from layerzero.ops.kv.cache import KVCache
@@ -190,13 +191,29 @@ class SplitLayer(_Planes):
         keys, values = self.keys[page, :, :, offset].flatten(-2), self.values[page, :, :, offset]
         return keys.masked_fill(none, 0.0), values.masked_fill(none, 0.0)
 
-    def converted(self, layout: str = "NHD") -> PagedCache:
-        """A copy in a layout that kernels attend over. Raises: InvalidCallError for another."""
-        keys, values = self.keys.permute(0, 3, 1, 2, 4).flatten(-2), self.values.permute(0, 3, 1, 2)
-        if layout == "HND":
-            keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-        dense = torch.contiguous_format
-        return PagedCache(keys.clone(memory_format=dense), values.clone(memory_format=dense), layout)
+    def converted(self, layout: str = "NHD", pages: Tensor | StepMetadata | None = None) -> PagedCache:
+        """A copy in a layout that kernels attend over, of all pages or of those that a table names, in its order.
+
+        A step copies what it reads: ``layer.converted(pages=step)``, the columns of its tables that some sequence uses
+        where its lengths are on the host, else all. Of a tensor all entries are copied. Tables of the copy are the
+        numbers from 0 on, in int32 and ``view(len(table), -1)``. Each entry is a page of the copy: padding names any,
+        and a page that sequences share is copied for each.
+        Raises: InvalidCallError for another layout, and for pages that are no step and no int32 or int64 tensor.
+        """
+        keys, values = self.keys.movedim(3, 2 if layout == "HND" else 1), self.values.transpose(2, 3)
+        values = values if layout == "HND" else values.transpose(1, 2)
+        if isinstance(pages, StepMetadata):
+            longest = max(pages.host_lens.tolist(), default=0) if pages.has_host else None
+            pages = pages.block_tables[:, : None if longest is None else -(-longest // self.page_size)]
+        if pages is None:
+            keys, values = (each.clone(memory_format=torch.contiguous_format) for each in (keys, values))
+        elif isinstance(pages, Tensor) and pages.dtype in (torch.int32, torch.int64):
+            chosen = pages.flatten().clamp(0, len(keys) - 1)
+            keys, values = keys.index_select(0, chosen), values.index_select(0, chosen)  # dense, unlike keys[chosen]
+        else:
+            problem = f"pages: wanted a step, or an int32 or int64 tensor such as block_tables, got {told(pages)}"
+            raise InvalidCallError("SplitLayer.converted", [problem])
+        return PagedCache(keys.flatten(-2), values, layout)
 
     def arguments_of(self, function: str, parameter: str, _given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Refuse. Raises: InvalidCallError with KV_CACHE_LAYOUT_MISMATCH."""

@@ -35,7 +35,7 @@ SIGMAS = 8.0
 class OfRows(Judge):
     """Sums of products of rows that may be rounded first; ``sums`` is how exact sums are.
 
-    Its basis: the size of what is added up, what rounding moves, and the rows of which nothing is said.
+    Its basis: the size of what is added up, what rounding moves, and the rows that are not finite.
     """
 
     __slots__ = ()
@@ -47,9 +47,10 @@ class OfRows(Judge):
         return self.sums.dtypes
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
-        """Say which element is farthest off, where rounded rows moved some and of others nothing is said."""
+        """Say which element is farthest off, where rounded rows moved some; of rows that are not finite none is."""
         terms, moved, unsaid = given.basis
         tolerance = self.sums.allowed(given)
+        unsaid = unsaid & ~got.isfinite()  # NaN or infinity
         return apart(torch.where(unsaid, want.to(got.dtype), got), want, tolerance, terms + moved / tolerance.rtol)
 
 

@@ -104,25 +104,26 @@ class PackedWeight(Handle):
     Libraries compute faster on a weight whose elements lie in the order in which they read them. Making that order
     takes longer than one product, so the caller says that a weight stays, by making this once and passing it along.
 
-        packed = lz.PackedWeight(layer.weight) output = lz.linear(x, layer.weight, layer.bias, packed=packed)
+        packed = lz.PackedWeight(layer.weight)
+        output = lz.linear(x, layer.weight, layer.bias, packed=packed)
 
     Nothing is packed until a kernel that wants it is chosen, on its first call; a call that another kernel wins packs
     nothing. Each kernel that packs keeps one copy of the weight (:attr:`bytes` says how much all of them take). The
     weight itself is kept weakly: when it is gone, so is what was made of it.
 
     A packed weight is for the very tensor object that it was made of; a view of it is another. After the weight was
-    written into it is stale, and calls with it raise until :meth:`refresh`. torch's count of writes tells, the address
-    of the memory, and on a CPU what stands there: torch does not count writes through ``weight.data`` or a NumPy array,
-    those of other libraries, nor any into a tensor that was made in inference mode. One that changes most of the weight
-    is seen at once, any other within 1024 calls: every sixteenth compares the checksum of a part. One on another device
-    is not seen: call :meth:`refresh` after it. Calls that record gradients of the weight take kernels that do not pack.
+    written into it is stale, and calls with it raise until :meth:`refresh`. torch's count of writes says so, the
+    address of the memory, and on a CPU its content. torch does not count writes through ``weight.data`` or a NumPy
+    array, those of other libraries, nor any into a tensor of inference mode. One that changes most of the weight is
+    seen at once, any other within 1024 calls: every sixteenth compares the checksum of a part. One on another device is
+    not seen: call :meth:`refresh` after it. Calls that record gradients of the weight take kernels that do not pack.
 
     Args:
-        weight: (N, K), dense, floating as for :func:`layerzero.linear`, or int8 as for
-            :func:`layerzero.quantized_linear`; or (E, N, K), floating, one for each expert, as for
-            :func:`layerzero.moe_experts`; or a :class:`layerzero.QuantizedWeight`, which has one already.
-        dense: whether a form of a quantised weight may be its numbers in the dtype of the rows: a product then takes as
-            long as one with a floating weight, and as much memory. Without it forms take about what the weight does.
+        weight: (N, K), dense: floating as for :func:`layerzero.linear`, or int8 as for
+            :func:`layerzero.quantized_linear`. Or (E, N, K), floating, one for each expert, as for
+            :func:`layerzero.moe_experts`. Or a :class:`layerzero.QuantizedWeight`, which has one already.
+        dense: whether a form of a quantised weight may be its numbers in the dtype of the rows. A product then takes
+            the time and memory of a floating weight. Without it forms take about what the weight does.
     Raises: InvalidCallError for anything else.
     """
 
@@ -181,7 +182,8 @@ class PackedWeight(Handle):
         """The weight that it was made of. Raises: InvalidCallError when that is gone."""
         weight = self._weight()
         if weight is None:
-            raise InvalidCallError("PackedWeight", ["weight: wanted the one it was made of, got one that is gone"])
+            problem = "weight: wanted the one it was made of, got one that is gone; keep it as long as its packed form"
+            raise InvalidCallError("PackedWeight", [problem])
         return weight
 
     @property

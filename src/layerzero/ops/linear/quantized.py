@@ -129,10 +129,10 @@ def quantized_linear(
         in float32, or of whole numbers; returns out_dtype or input.dtype.
     Args:
         activations: None multiplies the rows as they are. ``"int8"`` with a weight of int8, or ``"fp8_e4m3"`` with one
-            of float8_e4m3fn, quantizes each row first, as ``lz.quantize(input, activations, per="row")``: faster, less
-            exact, and nothing flows back to the input; of a row that is not finite nothing is said in int8. With a
-            format of whole numbers by group ``"int8"`` lets kernels round rows to eight bits in their own way, by a
-            scale for each row or for each group of it, with a zero point or without.
+            of float8_e4m3fn, quantizes each row first, as ``lz.quantize(input, activations, per="row")``. That is
+            faster, less exact, and nothing flows back to the input. A row that is not finite has no finite result. With
+            a format of whole numbers by group ``"int8"`` lets kernels round rows to eight bits in their own way: by a
+            scale for each row or group, with a zero point or without.
         out_dtype: dtype of the result: the input's, or float32 for float16 and bfloat16.
         packed: the :class:`layerzero.PackedWeight` of this weight, so that kernels that want it in another order make
             that once. It changes no result, and has no effect in compiled code.
@@ -149,6 +149,7 @@ def quantized_linear(
     else:
         codes, scale = quantize_scaled(input, FORMATS[activations], per="row")
         rows, scales = widened(codes, FORMATS[activations], dtype), scale.to(dtype) * scales.to(dtype)
+        rows = rows.masked_fill(input.isnan(), torch.nan)  # no code of int8 says it
     output = functional.linear(rows, weight.to(dtype)) * scales
     return (output if bias is None else output + bias.to(dtype)).to(out_dtype or input.dtype)
 

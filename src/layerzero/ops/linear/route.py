@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layerzero.core.arguments import told
-from layerzero.core.dtypes import dtype_name
+from layerzero.core.dtypes import FLOATING, dtype_name
 from layerzero.core.errors import refuse
 from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.activation.formulas import FORMULAS
@@ -91,8 +91,8 @@ def activation_problems(activation: object) -> list[str]:
 def out_dtype_problems(arguments: dict[str, Any]) -> list[str]:
     """List what is wrong with the dtype of the result; its type is the schema's business."""
     input_, out_dtype = arguments["input"], arguments["out_dtype"]
-    if not isinstance(out_dtype, torch.dtype) or not isinstance(input_, Tensor):
-        return []
+    if not isinstance(out_dtype, torch.dtype) or not isinstance(input_, Tensor) or input_.dtype not in FLOATING:
+        return []  # torch promotes no float8; the schema refuses it
     allowed = list(dict.fromkeys((input_.dtype, wide(input_.dtype))))
     if out_dtype in allowed:
         return []

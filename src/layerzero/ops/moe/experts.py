@@ -100,7 +100,10 @@ def each_expert(
     gate_up_weight, down_weight, gate_up_bias, down_bias = weights
     dtype = like.dtype
     total = torch.zeros(like.shape, dtype=dtype, device=like.device)
-    for number in range(gate_up_weight.shape[0]):
+    experts = gate_up_weight.shape[0]
+    if like.device.type == "meta":  # shapes follow from one: 32 took 0.6 of conformance's time
+        experts = min(experts, 1)
+    for number in range(experts):
         of = expert_ids == number
         bias = None if gate_up_bias is None else gate_up_bias[number].to(dtype)
         joined = functional.linear(like, gate_up_weight[number].to(dtype), bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.ops.paged import append, declare, mixed, quantized, route
+from layerzero.ops.paged import append, declare, mixed, quantized, route, tiles
 from layerzero.ops.paged.cache import PagedCache
 from layerzero.ops.paged.pages import CacheList
 from layerzero.ops.paged.step import StepMetadata
@@ -11,7 +11,7 @@ __all__ = ["ALIASES", "EXPORTS", "FUNCTIONS", "OPERATIONS", "CacheList", "PagedC
 
 EXPORTS = ("CacheList", "PagedCache", "StepMetadata")
 
-OPERATIONS = (*declare.OPERATIONS, *append.OPERATIONS, *mixed.OPERATIONS, *quantized.OPERATIONS)
+OPERATIONS = (*declare.OPERATIONS, *append.OPERATIONS, *mixed.OPERATIONS, *quantized.OPERATIONS, tiles.ATTENTION)
 FUNCTIONS = (*route.FUNCTIONS, *append.FUNCTIONS)
 
 ALIASES: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ from layerzero.core.dtypes import FLOATING, dtype_name
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.operation import Case, Function, Operation, Routed, Tolerance, Work
 from layerzero.ops import declaration
-from layerzero.ops.attention.declare import HEAD_DIMS, TOLERANCE
+from layerzero.ops.attention.declare import HEAD_DIM, HEAD_DIMS, TOLERANCE
 from layerzero.ops.declaration import check_dense, shape_problems
-from layerzero.ops.paged import draw, layout_record
+from layerzero.ops.paged import draw, layout_record, tiles
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, PAGES
 from layerzero.ops.paged.pages import nhd
 from layerzero.ops.paged.route import CACHES, cache_problems, check_written, list_problems, memory_problems
@@ -77,11 +78,9 @@ EXACT: dict[str, Any] = {
 }
 
 
-def slots_case(
-    name: str, count: tuple[str, int], pages: int, kv_heads: int, head_dim: int, page_size: int = 16
-) -> Case:
+def slots_case(name: str, count: tuple[str, int], pages: int, kv_heads: int, head_dim: int) -> Case:
     """A case over a paged cache: so many tokens, or copied pages."""
-    sizes = {count[0]: count[1], "pages": pages, "page_size": page_size, "kv_heads": kv_heads}
+    sizes = {count[0]: count[1], "pages": pages, "page_size": 16, "kv_heads": kv_heads}
     return Case(name, sizes | {"head_dim": head_dim, "value_dim": head_dim})
 
 
@@ -116,7 +115,7 @@ def append_paged_kv_(
 ) -> None:
     """Write the keys and values of new tokens into a paged cache, in place.
 
-    Shapes: key (T, K, D), value (T, K, D_v); caches as in ``lz.paged_attention``; slot_mapping (T,).
+    Shapes: key (T, K, D), value (T, K, D_v); caches as in ``lz.paged_attention``, tiles too; slot_mapping (T,).
     Dtype: keys, values and caches the same floating dtype, or caches of one that holds their numbers; slot_mapping
         int64, on the same device.
     Args:
@@ -228,7 +227,14 @@ def check_moved(
     problems += cache_problems(arguments)
     refuse(name, problems)
     check_written(name, arguments)
-    layout = arguments["layout"]
+    return _moved(name, operation, varies, arguments, arguments["layout"])
+
+
+def _moved(
+    name: str, operation: Operation, varies: tuple[str, ...], arguments: dict[str, Any], layout: str | None
+) -> Routed:
+    """Cast new tokens, and refuse what does not fit caches that are some."""
+    problems: list[str] = []  # Dynamo traces this, and knows no call of `list[str]` (torch 2.13)
     casts = _casts(arguments, problems) if "cache_dtype" in arguments else {}
     refuse(name, problems)
     problems = list_problems(arguments) if "cache_list" in arguments else []
@@ -245,15 +251,63 @@ def check_moved(
     return Routed(operation, canonical, layout, varies=varies, casts=casts)
 
 
+def _tiled_case(name: str, tokens: int, pages: int, kv_heads: int, head_dim: int) -> Case:
+    sizes = {"tokens": tokens, "pages": pages, "kv_heads": kv_heads, "head_dim": head_dim}
+    return Case(name, sizes | tiles.of_page(head_dim))
+
+
+def _tiled_work(facts: Mapping[str, Any]) -> Work:
+    known = {name: facts[name] for name in ("tokens", "kv_heads", "head_dim", "dtype")}
+    return moved(("tokens",), known | {"value_dim": facts["head_dim"]})
+
+
+APPEND_TILED = writing(
+    "kv.append.tiled",
+    "Write new keys and values into the slots of a paged cache in tiles of AMX",
+    tiles.append_tiles_,
+    inputs=(
+        "key: tokens kv_heads head_dim",
+        "value: tokens kv_heads head_dim",
+        *tiles.caches(mutated=True),
+        replace(slots(distinct=True), indexes=tiles.PLACES),
+    ),
+    axes=(
+        Axis("tokens", scales=True, live=True, apart=True),
+        KV_HEADS,
+        Axis("pages", live=True, works=False),
+        Axis("head_dim", codes=HEAD_DIM),
+        *tiles.AXES,
+    ),
+    layouts=(),
+    check_values=None,
+    guard=None,
+    cases=(_tiled_case("small", 3, 8, 2, 64), _tiled_case("prefill", 2048, 512, 8, 128)),
+    work=_tiled_work,
+    **EXACT,
+)
+
+
+def _route_append(arguments: dict[str, Any], default_layout: str | None) -> Routed:
+    """To the operation over tiles where both caches are such, else to that of a layout."""
+    name, varies = "append_paged_kv_", ("tokens", "pages")
+    if not tiles.is_tiled(arguments["key_cache"]):
+        return check_moved(name, APPEND_PAGED, 3, varies, arguments, default_layout)
+    check_dense(name, arguments)
+    problems = shape_problems(arguments, ("key", "value"), 3)
+    refuse(name, problems or tiles.tile_problems(arguments, arguments["key"].shape[-1]))
+    layout_record.check(name, {each: arguments[each] for each in CACHES}, tiles.NAME)
+    return _moved(name, APPEND_TILED, varies, arguments, None)
+
+
 APPEND_PAGED_KV = Function(
     name="append_paged_kv_",
     signature=append_paged_kv_,
-    route=partial(check_moved, "append_paged_kv_", APPEND_PAGED, 3, ("tokens", "pages")),
-    operations=(APPEND_PAGED,),
+    route=_route_append,
+    operations=(APPEND_PAGED, APPEND_TILED),
     draw=draw.append_paged_kv_,
     weight=1,
     renamed={"append_paged_kv": "append_paged_kv_"},
     may_share_storage=SHARED,
 )
-OPERATIONS = (APPEND_PAGED,)
+OPERATIONS = (APPEND_PAGED, APPEND_TILED)
 FUNCTIONS = (APPEND_PAGED_KV,)

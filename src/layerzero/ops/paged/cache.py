@@ -28,8 +28,8 @@ class PagedCache(Bundle):
 
     Calls take it in place of ``key_cache``, or its tensors and ``layout=cache.layout``, which costs less.
 
-    While it lives, calls on its memory that name another layout raise, those that were chosen before too. It costs a
-    call in the one layout of all caches nothing; where there are caches of both, each call looks at its memory (1 us).
+    While it lives, calls on its memory that name another layout raise, those that were chosen before too. That costs a
+    call nothing while all caches have one layout. With both layouts in use, each call checks its memory (1 us).
 
     Attributes:
         keys, values: (P, N, K, D) and (P, N, K, D_v) in ``NHD``; (P, K, N, D) and (P, K, N, D_v) in ``HND``.

@@ -156,20 +156,18 @@ def table_examples(case: Case, dtype: torch.dtype, device: torch.device, generat
 PAGE_SIZE, MAX_PAGED = 16, 8192
 
 
-def decode_case(
-    name: str, batch: int, context: int, heads: int, kv_heads: int, head_dim: int, page_size: int = PAGE_SIZE
-) -> Case:
+def decode_case(name: str, batch: int, context: int, heads: int, kv_heads: int, head_dim: int) -> Case:
     """One query a sequence over pages."""
-    blocks = -(-context // page_size)
+    blocks = -(-context // PAGE_SIZE)
     sizes = {"batch": batch, "seq_q": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    sizes |= {"value_dim": head_dim, "page_size": page_size, "max_blocks": blocks, "pages": batch * blocks}
+    sizes |= {"value_dim": head_dim, "page_size": PAGE_SIZE, "max_blocks": blocks, "pages": batch * blocks}
     return Case(name, sizes)
 
 
-def paged_case(heads: Heads, batch: int, context: int, page_size: int = PAGE_SIZE) -> tuple[str, Case]:
+def paged_case(heads: Heads, batch: int, context: int) -> tuple[str, Case]:
     """An operation's name and a case of it, for the heads of a kind of model."""
-    name = f"B{batch} KV{context} ({heads}) page {page_size}"
-    case = decode_case(name, batch, context, heads.heads, heads.kv_heads, heads.head_dim, page_size)
+    name = f"B{batch} KV{context} ({heads}) page {PAGE_SIZE}"
+    case = decode_case(name, batch, context, heads.heads, heads.kv_heads, heads.head_dim)
     return f"attention.{heads.kind}.decode.paged", case
 
 
@@ -315,6 +313,11 @@ def _batched_work(facts: Mapping[str, Any]) -> Work:
     return replace(whole, bytes=whole.bytes * dtype_named(facts["cache_dtype"]).itemsize / facts["dtype"].itemsize)
 
 
+def _check_list(kv_lens: Tensor, cache_list: CacheList | None = None, **_: object) -> list[Check]:
+    """Lengths within each request's own cache, where these are a list."""
+    return [] if cache_list is None else cache_list.checks("kv_lens", kv_lens)
+
+
 _LISTED: dict[str, Any] = {"has_layout": True, "resident": True, "same_dtype": False}
 _BATCHED = attn.operation(
     "attention.gqa.decode.batched",
@@ -338,6 +341,7 @@ _BATCHED = attn.operation(
     derived_from=attn.GROUP | {"cache_dtype": (), "converted": ()},
     aliases={**attn.ALIASES, "kv_cache_dtype": "cache_dtype"},
     work=_batched_work,
+    check_values=_check_list,
     guard=layout_record.guard,
     scratch=lambda sizes: sizes["heads"] * sizes["length"] * max(sizes["seq_q"], sizes["head_dim"]),
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from layerzero.core.dtypes import FLOATING, ordered
 from layerzero.ops.draw import Draw
+from layerzero.ops.paged import tiles
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, listed
 from layerzero.ops.paged.mixed import OF_FLOATS
 from layerzero.ops.paged.step import StepMetadata
@@ -136,13 +137,16 @@ def quantize(draw: Draw, arguments: dict[str, Any]) -> dict[str, Any]:
     """The same call with caches of float8 or int8, and scales of any shape."""
     dtype = draw.of((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
     layout = arguments.get("layout", CACHE_LAYOUTS[0])
-    form = draw.of(("one", "head", "token"))
+    forms = ("one", "head", "token")
+    form = draw.of(forms)
     arguments.pop("decodes", None)
     for name in ("key", "value"):
+        form = draw.of(forms) if draw.chance(0.1) else form
         cache = arguments[f"{name}_cache"]
         pages = cache if layout == CACHE_LAYOUTS[0] else cache.transpose(1, 2)
         shape = {"one": (), "head": pages.shape[2:3], "token": pages.shape[:3]}[form]
         scale = 0.03 + 0.03 * draw.uniform(shape, torch.float32)
+        scale = scale.half() if form == "token" and draw.chance(0.3) else scale
         codes = pages / (scale.unsqueeze(-1) if scale.ndim else scale)
         codes = codes if dtype.is_floating_point else codes.nan_to_num(127.0).round().clamp(-127, 127)
         codes = codes.to(dtype)
@@ -180,6 +184,18 @@ def _convert(draw: Draw, arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments | {name: arguments[name].to(dtype) for name in ("key_cache", "value_cache")}
 
 
+def _tile(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same call with caches in tiles, where these hold heads and pages of its sizes; one in no layout."""
+    caches = [arguments[name] for name in ("key_cache", "value_cache")]
+    if arguments.get("layout", CACHE_LAYOUTS[0]) != CACHE_LAYOUTS[0]:
+        caches = [each.transpose(1, 2) for each in caches]
+    keys, values = caches
+    if keys.shape != values.shape or keys.shape[1] % tiles.LANES or keys.shape[-1] % tiles.LANES:
+        return arguments
+    arguments.pop("layout", None)
+    return arguments | dict(zip(("key_cache", "value_cache"), tiles.to_tiles(keys, values), strict=True))
+
+
 def slots(draw: Draw, capacity: int, tokens: int) -> Tensor:
     """Slots in any order, none of them twice; now and then some tokens have none."""
     found = torch.randperm(capacity, generator=draw.data)[:tokens]
@@ -190,7 +206,7 @@ def slots(draw: Draw, capacity: int, tokens: int) -> Tensor:
 
 def append_paged_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.append_paged_kv_``."""
-    kv_heads, page_size = draw.of((1, 2, 3, 8)), draw.of((1, 3, 8, 16))
+    kv_heads, page_size = draw.of((1, 2, 3, 8)), draw.of((1, 3, 8, 16, 32))
     dims, pages = _head_dims(draw), draw.of((1, 2, 9))
     transposed = draw.chance(0.15)
     if transposed:
@@ -203,7 +219,7 @@ def append_paged_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         caches(draw, (pages, page_size), kv_heads, dims, dtype, transposed=transposed),
     )
     keys, values = in_layout(draw, pair, layout, transposed=transposed)
-    return {
+    arguments = {
         "key": draw.laid_out(draw.normal((tokens, kv_heads, dims[0]), dtype)),
         "value": draw.laid_out(draw.normal((tokens, kv_heads, dims[1]), dtype)),
         "key_cache": keys,
@@ -211,6 +227,7 @@ def append_paged_kv_(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "slot_mapping": draw.laid_out(places, expand=False),
         "layout": layout,
     }
+    return _tile(arguments) if draw.chance(0.15) else arguments
 
 
 def _several_tokens(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
@@ -277,6 +294,8 @@ def _trees(draw: Draw, lengths: list[int]) -> Tensor:
 def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     """Draw a call of ``lz.paged_attention``: one token a sequence, or several."""
     arguments = (_several_tokens if draw.chance(0.5) else _one_token)(draw, dtype)
+    if "cu_seqlens_q" in arguments and "tree_mask" not in arguments and draw.chance(0.1):
+        return _tile(arguments)
     if draw.chance(0.15) and not arguments.keys() & set(OF_FLOATS):
         arguments = quantize(draw, arguments)
         return arguments | draw.maybe(0.3, narrow_query=lambda: True)

@@ -186,12 +186,10 @@ _TOKENS = (
 )
 
 
-def _case(
-    name: str, batch: int, tokens: int, context: int, heads: int, kv_heads: int, head_dim: int, page_size: int = 16
-) -> Case:
+def _case(name: str, batch: int, tokens: int, context: int, heads: int, kv_heads: int, head_dim: int) -> Case:
     sizes = {"tokens": tokens, "batch": batch, "starts": batch + 1, "heads": heads, "kv_heads": kv_heads}
-    blocks = -(-context // page_size)
-    sizes |= {"head_dim": head_dim, "value_dim": head_dim, "page_size": page_size}
+    blocks = -(-context // paged.PAGE_SIZE)
+    sizes |= {"head_dim": head_dim, "value_dim": head_dim, "page_size": paged.PAGE_SIZE}
     return Case(name, sizes | {"max_blocks": blocks, "pages": batch * blocks}, {"causal": True})
 
 
@@ -199,12 +197,10 @@ CHUNKS = {"cuda": 512, "cpu": 64}
 """Queries of a chunk of a prefill."""
 
 
-def tokens_case(
-    heads: Heads, kind: str, batch: int, tokens: int, context: int, page_size: int = paged.PAGE_SIZE
-) -> tuple[str, Case]:
+def tokens_case(heads: Heads, kind: str, batch: int, tokens: int, context: int) -> tuple[str, Case]:
     """An operation's name and a case of it; in a mixed call eight sequences of nine decode."""
-    name = f"{tokens} tokens of {batch} KV{context} ({heads}) page {page_size}"
-    case = _case(name, batch, tokens, context, heads.heads, heads.kv_heads, heads.head_dim, page_size)
+    name = f"{tokens} tokens of {batch} KV{context} ({heads}) page {paged.PAGE_SIZE}"
+    case = _case(name, batch, tokens, context, heads.heads, heads.kv_heads, heads.head_dim)
     return f"attention.{heads.kind}.{kind}.paged", case
 
 

@@ -6,6 +6,7 @@ FlashInfer and SGLang keep tables without padding; a step has padded ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from layerzero.core import values
 from layerzero.core.arguments import told
 from layerzero.core.bundle import MISSING, Bundle
 from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.facts import TensorFacts
 from layerzero.core.handle import FOREIGN
+from layerzero.core.values import Check
 from layerzero.ops.declaration import number_problems, overlaps, reach
 from layerzero.ops.ragged.starts import lengths_of, shape_problems, value_problems
 
@@ -218,18 +221,29 @@ class CacheList(Bundle):
     def __repr__(self) -> str:
         return f"CacheList({len(self.rows)} caches in {self.layout}, {self.kind})"
 
-    def refuse_beyond(self, function: str, name: str, ends: Tensor) -> None:
-        """Refuse tokens beyond the end of a shorter cache than the longest, at which the schema looks.
+    def checks(self, name: str, ends: Tensor) -> list[Check]:
+        """Tokens beyond the end of a shorter cache than the longest, at which the schema looks.
 
-        It looks where numbers may be read at no cost: on a CPU, and not in compiled code.
-        Shapes: ends (B,), one more than the last place of each request. Raises: InvalidCallError.
+        Shapes: ends (B,), one more than the last place of each request.
+        """
+        rooms = torch.tensor([len(keys) for keys, _ in self.rows], device=ends.device)
+        return [Check(ends > rooms, torch.stack((ends.long(), rooms), 1), partial(_beyond, name), most=1)]
+
+    def refuse_beyond(self, function: str, name: str, ends: Tensor) -> None:
+        """Refuse them where numbers may be read at no cost: on a CPU, and not in compiled code.
+
+        Debug mode looks elsewhere, too: the operations' ``check_values``. Raises: InvalidCallError.
         """
         if torch.compiler.is_compiling() or not has_numbers(ends):
             return
-        for row, (end, (keys, _)) in enumerate(zip(ends.tolist(), self.rows, strict=True)):
-            if end > len(keys):
-                wanted = f"at most {len(keys)} tokens in cache {row}"
-                raise InvalidCallError(function, [f"{name}: wanted {wanted}, got {end}"])
+        if any(end > len(keys) for end, (keys, _) in zip(ends.tolist(), self.rows, strict=True)):
+            refuse(function, values.problems(self.checks(name, ends)))
+
+
+def _beyond(name: str, place: tuple[int, ...], got: tuple[int, ...]) -> str:
+    if name == "positions":  # the end is one more
+        return f"{name}: wanted 0 to {got[1] - 1} in cache {place[0]}, got {got[0] - 1}"
+    return f"{name}: wanted at most {got[1]} tokens in cache {place[0]}, got {got[0]}"
 
 
 def _list_problems(keys: Sequence[Tensor], values: Sequence[Tensor], layout: object) -> list[str]:

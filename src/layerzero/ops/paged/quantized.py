@@ -39,13 +39,13 @@ QUANTIZED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.int8})
 SCALES = tuple(
     TensorSchema(
         name,
-        dtype_constraint=frozenset({torch.float32}),
+        dtype_constraint=frozenset({torch.float32, torch.float16}),
         same_dtype=False,
         broadcast=("pages", "page_size", "kv_heads"),
     )
     for name in ("key_scale", "value_scale")
 )
-"""(), (K,) or (P, N, K), whatever the layout of the cache."""
+"""(), (K,) or (P, N, K), whatever the layout of the cache; float16 of a token's alone, which no library reads."""
 
 NARROW_QUERY = Param("narrow_query", bool, False, works=False)
 """Whether a kernel may round queries and probabilities to the dtype of the cache."""
@@ -90,6 +90,8 @@ def scale_problems(arguments: Mapping[str, Any], layout: str) -> list[str]:
         elif tuple(scale.shape) not in shapes:
             wanted = f"(), ({heads},) or ({pages}, {tokens}, {heads})"
             problems.append(f"{name}: wanted shape {wanted}, got {tuple(scale.shape)}")
+        elif scale.dtype is torch.float16 and scale.ndim < 3:
+            problems.append(f"{name}: wanted dtype float32 unless each token has a scale of its own, got float16")
     return problems + dtype_problems(arguments)
 
 
@@ -141,8 +143,9 @@ CODES = (("cache_dtype", ReasonCode.KV_CACHE_DTYPE_MISMATCH),)
 
 
 def derive(arguments: Mapping[str, Any], _: Mapping[str, Any]) -> dict[str, object]:
-    """What the cache holds, and whether scales are one number, one a head, or one a token and head."""
-    return {**_cache_dtype(arguments), "scale_axes": arguments["key_scale"].ndim}
+    """What the cache holds, and whether both scales are one number, or one is by head, or by token and head."""
+    axes = max(arguments[name].ndim for name in ("key_scale", "value_scale"))
+    return {**_cache_dtype(arguments), "scale_axes": axes}
 
 
 def _cache_dtype(arguments: Mapping[str, Any]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""``lz.paged_attention``: its signature, the checks of a call, and the route to one of eight operations."""
+"""``lz.paged_attention``: its signature, the checks of a call, and the route to one of its operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from layerzero.core.operation import Function, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention.route import score_problems, slope_problems, without_defaults
 from layerzero.ops.declaration import check_dense, overlaps, shape_problems, write_problems
-from layerzero.ops.paged import declare, draw, layout_record, mixed, quantized, tree
+from layerzero.ops.paged import declare, draw, layout_record, mixed, quantized, tiles, tree
 from layerzero.ops.paged.mixed import OF_FLOATS
 from layerzero.ops.paged.pages import CacheList
 from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
@@ -57,7 +57,8 @@ def paged_attention(
 
     Shapes: query (B, 1, H, D), or (T, H, D) with cu_seqlens_q (B + 1,); key_cache (P, N, K, D) and value_cache
         (P, N, K, D_v) in NHD, axes 1 and 2 swapped in HND; H a multiple of K; block_tables (B, max_blocks);
-        context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v).
+        context_lens (B,) → (B, 1, H, D_v), or (T, H, D_v). With cu_seqlens_q also caches in tiles of AMX, as vLLM
+        keeps them: keys (P, K, N / 16, D / 2, 16, 2), values (P, K, D / 16, N / 2, 16, 2).
     Dtype: floating; caches the queries' dtype, or another, which is converted as it is read: then it computes in one
         that holds both, float32 or wider. Or caches of float8_e4m3fn, float8_e5m2 or int8 with scales. Tables, lengths
         and starts int32, on the same device. The output has the queries' dtype.
@@ -81,16 +82,16 @@ def paged_attention(
             the rest.
         alibi_slopes: (H,) or (B, H).
         tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
-            their places there, so that row i of a chain of 3 is True up to column i. Each token sees itself, its parent
-            and what that one sees. Sequences with more new tokens than columns are chains.
+            their places there. Row i of a chain of 3 is True up to column i. Each token sees itself, its parent and
+            what that one sees. Sequences with more new tokens than columns are chains.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
             do so once for all layers.
-        key_scale, value_scale: of a cache of float8 or int8, what its numbers are multiples of: float32 (), (K,) or
-            (P, N, K), whatever the layout.
-        narrow_query: over a cache of float8, whether kernels may round queries and probabilities to it as well, as
-            FlashAttention 3 does, which multiplies at twice the rate then: by 6 % of each at most.
+        key_scale, value_scale: of a cache of float8 or int8, what its numbers are multiples of, in float32. Shapes are
+            (), (K,) or (P, N, K), whatever the layout. The last may be float16, too.
+        narrow_query: over a cache of float8, whether kernels may round queries and probabilities to it as well, by 6 %
+            of each at most. FlashAttention 3 does, and multiplies at twice the rate then.
     Returns: the output, or (output, lse).
     Raises: InvalidCallError for shapes, devices, dtypes or combinations that mean nothing, with wanted and got; in
         debug mode and on a CPU for pages, lengths and starts out of range and a tree mask that is none, too.
@@ -137,6 +138,10 @@ def check_queries(function: str, arguments: dict[str, Any], one_token: str | Non
         wanted = f"wanted one token a sequence (B, 1, H, D){one_token}"
         raise InvalidCallError(function, [f"query: {wanted}, got {tuple(query.shape)}"])
     check_written(function, arguments)
+    _check_heads(function, query, key_cache, layout)
+
+
+def _check_heads(function: str, query: Tensor, key_cache: Tensor, layout: str) -> None:
     heads, kv_heads = query.shape[-2], key_cache.shape[1 + layout.index("H")]
     if not heads or not kv_heads or not query.shape[-1] or not key_cache.shape[1 + layout.index("N")]:
         shapes = f"query {tuple(query.shape)} and key_cache {tuple(key_cache.shape)} in {layout}"
@@ -260,8 +265,28 @@ def _query_problems(arguments: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _route_tiles(arguments: dict[str, Any]) -> Routed:
+    """Over a cache in tiles: queries by their starts, and what its one operation knows."""
+    query, operation = arguments["query"], tiles.ATTENTION
+    problems = _of_codes_alone(arguments)
+    if arguments["tree_mask"] is not None:
+        problems.append("tree_mask: wanted None over a cache in tiles, got a tensor; take one in NHD or HND")
+    if arguments["cu_seqlens_q"] is None:
+        problems.append("cu_seqlens_q: wanted starts over a cache in tiles (0 to B for one token each), got None")
+    refuse(NAME, problems or _query_problems(arguments))
+    refuse(NAME, tiles.tile_problems(arguments, query.shape[-1]))
+    layout_record.check(NAME, {name: arguments[name] for name in CACHES}, tiles.NAME)
+    _check_heads(NAME, query, arguments["key_cache"], "HND")
+    problems = score_problems(arguments) + _problems_of_several(arguments) + _bias_problems(arguments)
+    canonical = without_defaults(operation, arguments, query.shape[-1])
+    refuse(NAME, problems + operation.schema.validate(**canonical))
+    return Routed(operation, canonical, None, varies=_varies(arguments, coded=False))
+
+
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     check_dense(NAME, arguments)
+    if tiles.is_tiled(arguments["key_cache"]):
+        return _route_tiles(arguments)
     layout, one = arguments["layout"], arguments["cu_seqlens_q"] is None
     coded = quantized.has_codes(arguments) or arguments["narrow_query"] is not False
     problems = _problems_of_one(arguments) if one else []
@@ -323,7 +348,13 @@ PAGED_ATTENTION = Function(
     name=NAME,
     signature=paged_attention,
     route=_route,
-    operations=(declare.STANDARD_DECODE_PAGED, declare.GQA_DECODE_PAGED, *mixed.OPERATIONS, *quantized.OPERATIONS),
+    operations=(
+        declare.STANDARD_DECODE_PAGED,
+        declare.GQA_DECODE_PAGED,
+        *mixed.OPERATIONS,
+        *quantized.OPERATIONS,
+        tiles.ATTENTION,
+    ),
     draw=draw.paged_attention,
     weight=4,
     state=frozenset({"sdpa"}),

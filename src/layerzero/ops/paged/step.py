@@ -23,7 +23,7 @@ class StepMetadata(Handle):
 
     Some kernels read lengths on the host before they launch (FlashInfer's ``plan``). With a step they do so once for
     all layers; without one, in every call. Between forward passes change the tensors in place, then call
-    :meth:`advance`; making a new object each time is right as well, and pays for the slots' buffers again.
+    :meth:`advance`. A new object each time is right as well, and pays for the slots' buffers again.
 
         step = lz.StepMetadata(block_tables, context_lens, capturable=True)
         for layer in layers:
@@ -38,14 +38,14 @@ class StepMetadata(Handle):
         block_tables: (B, max_blocks) int32, the pages of each sequence in order.
         context_lens: (B,) int32, tokens of each sequence, the newest included.
         cu_seqlens_q: (B + 1,) int32, where each sequence's new tokens begin, and the end of the last; one each if None.
-        host: ``context_lens``, and ``cu_seqlens_q`` where there is one, as CPU tensors, where the caller has them: what
-            plans on the host waits for no copy then. Their numbers are compared where both lie on the CPU.
+        host: ``context_lens``, and ``cu_seqlens_q`` where there is one, as CPU tensors, where the caller has them.
+            Plans on the host then wait for no copy. Their numbers are compared where both lie on the CPU.
         max_context_len: upper bound of ``context_lens``, for kernels that split long sequences; what the tables hold if
             None. A graph keeps the one that it was captured with.
         capturable: keep every buffer where it is, so that a captured CUDA graph can be replayed after ``advance``.
         pages: pages of the caches; where it is given, a table that names another one is reported, too.
         finite_pages: a promise that pages hold no NaN and no infinity beyond a sequence's tokens, as in a cache that
-            began with zeros: kernels that multiply those by 0 need not look at their result.
+            began with zeros. Kernels that multiply those by 0 need not check their result.
         host_tables: ``block_tables`` as a CPU tensor, with ``host`` and compared as that is: slots are made there then,
             and take one copy.
     Raises: InvalidCallError for tensors that are no tables and lengths, for a bound or number of pages below 1, and for
@@ -229,9 +229,9 @@ class StepMetadata(Handle):
     ) -> None:
         """Tell that the values of tables and lengths changed; every slot reads them again, outside any capture.
 
-        ``host`` and ``host_tables`` are as for a new one: without them what plans on the host copies the values again,
-        and slots are made on the device. A smaller ``max_context_len`` changes nothing once a launch that is sized by
-        it was captured.
+        ``host`` and ``host_tables`` are as for a new one. Without them plans on the host copy the values again, and
+        slots are made on the device. A smaller ``max_context_len`` changes nothing once a launch that is sized by it
+        was captured.
         Raises: InvalidCallError where :meth:`slot_mapping` found a token without a place, for a bound above that of a
             captured launch, and for lengths beyond the bound: on the CPU and by ``host`` for these values; on a GPU for
             those of an earlier step, as far as the device has answered, since nothing waits for it.

@@ -84,7 +84,8 @@ def quantize_weight(
     five scales which loses least: the largest code stands for its largest number, or for 0.95 to 0.8 of it.
     Nothing flows back.
     Raises: InvalidCallError for a weight or a format that does not fit, and for formats that are read and not made
-        (GGUF, act-order); with QUANT_ACCURACY_THRESHOLD_EXCEEDED where more is lost than ``accuracy`` allows.
+        (GGUF, act-order); with QUANT_FORMAT_UNSUPPORTED for an unknown one, with QUANT_ACCURACY_THRESHOLD_EXCEEDED
+        where more is lost than ``accuracy`` allows.
     """
     whole = _WHOLE.fullmatch(format) if isinstance(format, str) else None
     if whole is not None:
@@ -94,6 +95,9 @@ def quantize_weight(
         problems = format_problems(of)
     else:
         of = format if isinstance(format, WeightFormat) else usual(format)
+        if of.scheme not in SCHEMES:
+            problem = f"format: wanted one of {', '.join((*LOSSES, *GROUPED))}, got {told(format)}"
+            raise InvalidCallError("quantize_weight", [problem], ReasonCode.QUANT_FORMAT_UNSUPPORTED)
         given = {"group_size": group_size, "zero_points": zero_points}
         problems = format_problems(of) + [
             f"{name}: wanted None, since the format {of} says it, got {each!r}"

@@ -78,12 +78,12 @@ def quantize(
     Dtype: input floating; int8, float8 or, of four and six bits, uint8 with the first number in the lowest bits; scales
         float32, float8_e8m0fnu of the MX formats, float8_e4m3fn of nvfp4.
     Args:
-        dtype: ``"int8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``; ``"mxfp8_e4m3"``, ``"mxfp8_e5m2"``, ``"mxfp6_e2m3"``,
-            ``"mxfp6_e3m2"`` and ``"mxfp4"`` with a power of two for each 32 numbers; ``"nvfp4"`` with an e4m3 scale for
-            each 16.
-        scale: what to divide by, for int8 and fp8; float32 above 0: () or (1,) for all numbers, (*, 1) for each row,
-            (W,) for each column, (*, W / b) for each block of b. None computes it: the largest absolute value over the
-            format's largest number; in int8 1 where all are 0, in float8 at least 1 / (512 * largest), as vLLM.
+        dtype: ``"int8"``, ``"fp8_e4m3"`` or ``"fp8_e5m2"``. Formats with a power of two for each 32 numbers:
+            ``"mxfp8_e4m3"``, ``"mxfp8_e5m2"``, ``"mxfp6_e2m3"``, ``"mxfp6_e3m2"`` and ``"mxfp4"``. ``"nvfp4"`` has an
+            e4m3 scale for each 16.
+        scale: what to divide by, for int8 and fp8, in float32 above 0. () or (1,) is for all numbers, (*, 1) for each
+            row, (W,) for each column, (*, W / b) for each block of b. None computes it: the largest absolute value over
+            the format's largest number. Zeros alone give 1 in int8; float8 has at least 1 / (512 * largest), as vLLM.
         per: what has a scale of its own that is computed: ``"tensor"``, ``"row"`` or ``"block"``.
         block_size: how many numbers of a row share a scale, with ``per="block"``.
         tensor_scale: of nvfp4, () or (1,) in float32: what the blocks' scales are multiples of, such as the largest
@@ -128,7 +128,8 @@ def _format(function: str, arguments: dict[str, Any]) -> Format:
     if isinstance(name, str) and (name in FORMATS or name in SPELLINGS):
         return format_named(name)
     known = ", ".join((*FORMATS, *SPELLINGS))
-    raise InvalidCallError(function, [f"dtype: wanted one of {known}; got {told(name)}"])
+    hint = "; pass the name as text" if isinstance(name, torch.dtype) else ""
+    raise InvalidCallError(function, [f"dtype: wanted one of {known}; got {told(name)}{hint}"])
 
 
 def _strangers(arguments: dict[str, Any], of: Format, names: dict[str, object]) -> list[str]:

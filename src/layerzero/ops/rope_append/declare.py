@@ -23,6 +23,7 @@ from layerzero.core.arguments import Axis, TensorSchema
 from layerzero.core.dtypes import INDEX, dtype_name
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Random, Tolerance, Work
+from layerzero.core.values import Check
 from layerzero.ops.attention.declare import HEAD_DIMS
 from layerzero.ops.declaration import operation, tensor
 from layerzero.ops.paged import layout_record
@@ -102,12 +103,22 @@ def write_rows(
         if seq:
             cache_list.refuse_beyond("append_kv_", "positions", places.amax(1) + 1)
         for row, (keys, values) in enumerate(cache_list.rows):
-            keys[places[row]] = key[row].to(keys.dtype)  # compiled code has no plan, which casts before
-            values[places[row]] = value[row].to(values.dtype)
+            if key.dtype != keys.dtype:  # compiled code has no plan, so an operator casts when it runs, or refuses
+                new = key[row][None], value[row][None]
+                torch.ops.layerzero.append_kv_(*new, keys[None], values[None], places[row], cache_dtype=keys.dtype)
+                continue
+            keys[places[row]], values[places[row]] = key[row], value[row]
         return
     sequences = torch.arange(batch, device=key.device).unsqueeze(1)
     key_cache[sequences, places] = key
     value_cache[sequences, places] = value
+
+
+def check_list(key: Tensor, key_cache: Tensor, positions: Tensor, cache_list: CacheList, **_: object) -> list[Check]:
+    """Places in the request's own cache: one beyond it ends a GPU's context; and those that have memory."""
+    found = layout_record.checks(key_cache, positions=positions)
+    ends = positions.expand(key.shape[:2]) + 1
+    return [*found, *cache_list.checks("positions", ends.amax(1))] if ends.numel() else found
 
 
 _PAGE = 16

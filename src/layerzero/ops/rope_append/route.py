@@ -110,7 +110,8 @@ def rope_append_(
         (B, S), (1, S) or (S,), caches (B, L, K, D) and (B, L, K, D_v) in NHD. Axes 1 and 2 of caches are swapped in
         HND. cos and sin (P, R/2), R at most D; scales (), (K,) or (P, N, K) → query's.
     Dtype: queries, keys, values and caches the same floating dtype, or paged caches of float8_e4m3fn, float8_e5m2 or
-        int8 with float32 scales; cos, sin and positions as of ``lz.rope``; slot_mapping int64.
+        int8 with scales as of ``lz.append_quantized_kv_``; cos, sin and positions as of ``lz.rope``; slot_mapping
+        int64.
     Args:
         positions: the row of the table for each token; of a contiguous cache also where it is written to, so that the
             table has a row for each of L places, and each place of a sequence comes once.

@@ -114,12 +114,12 @@ _LENGTHS = (0, 1, 2, 7, 40)
 _NUMBERS = {"repetition": (0.8, 1.0, 1.3, 2), "presence": (-0.5, 0.0, 0.7, 1), "frequency": (-0.25, 0.0, 0.3, 1)}
 
 
-def _places(draw: Draw, rows: tuple[int, ...], vocab: int, *, holes: bool = True) -> Tensor:
+def _places(draw: Draw, rows: tuple[int, ...], vocab: int) -> Tensor:
     """Some twice, and some that are none."""
     shape = (*rows, draw.of(_LENGTHS))
     kind = draw.of((torch.int64, torch.int32))
     places = draw.integers(shape, vocab - 1, kind)
-    if holes and draw.chance(0.4):
+    if draw.chance(0.4):
         places = places.masked_fill(draw.uniform(shape, torch.float32) < 0.3, -1)
     return draw.laid_out(places, expand=False)
 

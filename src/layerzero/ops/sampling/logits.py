@@ -221,8 +221,8 @@ def apply_penalties(
         prompt_mask: in place of prompt_ids, whether each place is in the prompt, (*, V).
         repetition: 1e-4 to 1e4; None does nothing, as 1.
         presence, frequency: -1e4 to 1e4; None does nothing, as 0.
-        Each is a number for all rows, or a float32 tensor (*) with one for each row. A tensor's numbers are not read,
-            but in debug mode, since that waits for a GPU: a repetition of 0 gives inf, NaN gives NaN, a negative one
+        Each is a number for all rows, or a float32 tensor (*) with one for each row. A tensor's numbers are read in
+            debug mode alone, since that waits for a GPU. A repetition of 0 gives inf, NaN gives NaN, a negative one
             turns signs around. Check them where a request comes.
     Raises: InvalidCallError for what does not fit, ids and counts together, on a CPU for ids beyond the vocabulary, and
         in debug mode for numbers of rows that are none.

@@ -212,18 +212,18 @@ def verify_speculative(
     seed: int | Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tell which drafted tokens stand, and draw the one behind them, so that tokens come as the target draws them.
+    """Accept or reject drafted tokens, and draw the next one, so that tokens are distributed as the target's.
 
-    A node is tried if the one that it follows was the last to stand, in the order of the nodes. It stands with the
-    probability ``min(1, p / q)`` of what target and draft gave its token; where it falls, ``max(p - q, 0)`` is left for
-    its siblings, and for the next token. A draft that was drawn without putting back has rows of what was left.
+    A node is tried if the one that it follows was the last accepted, in the order of the nodes. It is accepted with the
+    probability ``min(1, p / q)``, of target and draft for its token. Where it is rejected, ``max(p - q, 0)`` is left
+    for its siblings, and for the next token. A draft that was drawn without replacement has rows of what was left.
 
-    One call serves chains, trees and rows without a draft: a chain's parents are -1, 0, 1, ..., and ``draft_lens`` says
+    One call serves chains, trees and rows without a draft. A chain's parents are -1, 0, 1, ..., and ``draft_lens`` says
     how many nodes each row has.
 
     Shapes: draft_ids (B, N), target_probs (B, N + 1, V), draft_probs (B, N, V), parents (B, N), draft_lens (B,)
-        → ids (B, N + 1), the tokens that are said, and nodes (B, N), those that stood in their order; both -1 behind
-        the last.
+        → ids (B, N + 1), the accepted tokens and the next one, and nodes (B, N), the accepted ones in order; both -1
+        behind the last.
     Dtype: probabilities floating, the same for both, rows add up to 1 but for rounding; integers int32 or int64;
         computes in float32 or wider; returns int64.
     Args:
@@ -234,10 +234,10 @@ def verify_speculative(
             parent comes later is never tried.
         draft_lens: how many nodes each row has, from 0 to N; N if None. What is behind them is not read: any token and
             any probabilities may be there, as rows of another request.
-        greedy: a token stands if it is the target's likeliest, the first of equals; logits do as well then.
+        greedy: a token is accepted if it is the target's likeliest, the first of equals; logits do as well then.
         seed: gives the same tokens wherever the same kernel runs the same call; from 0. Or an int64 tensor (B,) with
-            one for each row, whose tokens then depend on that row alone; see ``lz.sample``, which draws by the same
-            seed apart from this, so that a draft may have been drawn by it.
+            one for each row, whose tokens then depend on that row alone. ``lz.sample`` draws by the same seed apart
+            from this, so that a draft may have been drawn by it.
         generator: on the same device, which goes on from call to call; torch's own of the device if both are None.
     Raises: InvalidCallError for what does not fit, and on a CPU for ids beyond the vocabulary, for rows of the target
         that nothing can be drawn of, and for draft_probs with NaN, infinity or numbers below 0 (rows of zeros may be).

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import shutil
 import tempfile
@@ -31,14 +30,12 @@ from layerzero.core.operation import Case, Operation, OpKind
 from layerzero.core.plain import Plain
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.schema import OperationSchema
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log
 from layerzero.core.system.disk import distrust
 from layerzero.ops.tokenize import rows
 from layerzero.ops.tokenize.corpus import EDITION, drawn, prove_decode, prove_encode
 from layerzero.ops.tokenize.rows import id_problems, text_problems
 from layerzero.ops.tokenize.tokenizer import Tokenizer, by_hash, resolve
-
-log = logging.getLogger("layerzero")
 
 _LOCK = forking.lock()
 _PRIVATE: list[Path] = []

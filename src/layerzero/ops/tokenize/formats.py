@@ -27,10 +27,10 @@ def _wrong(wanted: str, got: object) -> InvalidCallError:
     return InvalidCallError("tokenize", [f"tokenizer_id: wanted {wanted}, got {got}"])
 
 
-def _library(name: str, what: str, install: str = "") -> Any:
+def _library(name: str, what: str) -> Any:
     """Import the library that defines a tokenizer; the error says what to install."""
     if importlib.util.find_spec(name) is None:
-        raise _wrong(f"`pip install {install or name}` for {what}", f"no package {name}")
+        raise _wrong(f"`pip install {name}` for {what}", f"no package {name}")
     return importlib.import_module(name)
 
 

@@ -22,7 +22,6 @@ with. What is kept never exceeds a number of bytes; what was used longest ago go
 
 from __future__ import annotations
 
-import logging
 import re
 import sys
 from collections import OrderedDict
@@ -30,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log
 from layerzero.ops.tokenize.identity import fields_of, number_of
 from layerzero.ops.tokenize.tokenizer import Tokenizer, known, when_forgotten
 
@@ -108,8 +107,6 @@ def _of_pieces(model: bytes) -> Cut | None:
         return None
     return Cut(drops=bool(number_of(normalizer, 3, 1)))
 
-
-log = logging.getLogger("layerzero")
 
 HEAD = 64
 """Characters by which a text is looked up."""

@@ -48,9 +48,9 @@ def tokenize(
             each call, and what needs ``lz.forget_tokenizer``. Nothing is downloaded.
         return_offsets: also ``offset_mapping``: for each id, where its characters begin and end in the text; (0, 0) of
             what was added.
-        add_special_tokens: whether what the tokenizer puts around a text is added; None does what its library does: a
+        add_special_tokens: whether what the tokenizer puts around a text is added. None does what its library does: a
             tokenizer.json adds it, ranks and SentencePiece models do not.
-        parse_special: whether texts of special tokens become these tokens; None does what its library does: a
+        parse_special: whether texts of special tokens become these tokens. None does what its library does: a
             tokenizer.json parses them, tiktoken's encodings take them as text. SentencePiece always does that.
         truncation: whether texts are cut to ``max_length`` ids, special tokens included.
         max_length: in ids; what the tokenizer says that its model takes if None.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import shutil
 import socket
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -19,9 +20,9 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import IsolatedKernelError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log
 from layerzero.engine import isolation, probe
-from layerzero.engine.config import current_policy
+from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
 from layerzero.engine.failures import out_of_memory
 from layerzero.engine.isolation import COSTS, CallCost
 from layerzero.engine.policy import Policy
@@ -30,8 +31,6 @@ from layerzero.serving.isolation.arena import GIVEN, RESULTS, Arena, Buffer, Cop
 from layerzero.serving.isolation.messages import Done, Failed, Fetch, Known, Load, Open, Run, Wanted, load_of, packed
 from layerzero.serving.isolation.worker import START_S, Worker
 from layerzero.tuning.verification.child import homes
-
-log = logging.getLogger("layerzero")
 
 BUILD_S = 600.0
 """How long a kernel may take to load, and the first call of one that compiles."""
@@ -49,7 +48,9 @@ _UNKNOWN = Known()
 
 
 class Library:
-    """A library in a process of its own, and what that process has loaded."""
+    """A library in a process of its own, and what that process has loaded; an old one ends it as soon as it is idle."""
+
+    old = False
 
     def __init__(self, name: str, memory_bytes: int, command: tuple[str, ...]) -> None:
         self.worker, self.arena, self._copied = Worker(name, command), Arena(memory_bytes), Copier()
@@ -62,7 +63,7 @@ class Library:
 
     def load(self, load: Load, key: bytes) -> None:
         """Load a kernel, in a process that is started where none runs. Raises: IsolatedKernelError."""
-        with self._lock:
+        with self._turn():
             self._number(load, key)
 
     def call(
@@ -83,7 +84,7 @@ class Library:
         """
         if device is not None and torch.cuda.is_current_stream_capturing():  # before anything that a capture forbids
             raise IsolatedKernelError("wanted no capture of a CUDA graph: another process launches the kernel")
-        with self._lock:
+        with self._turn():
             number = (self._loaded.get(key) if self.worker.pid else None) or self._number(load, key)
             if not builds or number in self._built:
                 return self._call(number, load.kernel, given, named, mutated, limit_s, device)
@@ -91,9 +92,22 @@ class Library:
             self._built.add(number)
             return result
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            if self.old:
+                self.end_idle()
+
     def end(self) -> None:
         """Kill the process; a call that waits for it raises, and cleans up."""
         self.worker.kill()
+        self.end_idle()
+
+    def end_idle(self) -> None:
+        """Kill the process, unless it is at a call."""
         if self._lock.acquire(blocking=False):
             try:
                 self.worker.end()
@@ -353,6 +367,19 @@ def unable(kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | 
     return None
 
 
+ENDING = "layerzero-isolation-ends"
+"""Threads that end a process: until the system lets go of a GPU it takes seconds, and settings are locked meanwhile."""
+
+
+def _end_old() -> None:
+    """End processes of environments that settings name no more; what still calls one starts it anew."""
+    named = [isolation.environments(each) for each in (CONFIGURATION.policy, *SCOPES.policies)]
+    for key, each in list(LIBRARIES.items()):
+        if not any(found.get(key[0], ()) == key[1:] for found in named):
+            LIBRARIES.pop(key, each).old = True
+            threading.Thread(target=each.end_idle, name=ENDING, daemon=True).start()
+
+
 def end_all() -> None:
     """Kill the processes; the next call starts a new one."""
     for each in list(LIBRARIES.values()):
@@ -368,5 +395,6 @@ def _forget() -> None:
     COSTS.clear()
 
 
+CONFIGURATION.on_change(_end_old)
 atexit.register(end_all)
 forking.in_child(_forget)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import secrets
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,14 +18,13 @@ import msgspec
 
 from layerzero import __version__
 from layerzero.core.errors import IsolatedKernelError
+from layerzero.core.system import log
 from layerzero.engine import probe
 from layerzero.engine.isolation import COSTS
 from layerzero.serving.isolation.arena import MAX_KEPT
 from layerzero.serving.isolation.child import MOST_BYTES
 from layerzero.serving.isolation.messages import Answer, Awake, Failed, Hello, Request, Serve
-from layerzero.testing.process import Process, child_environment, how_it_ended
-
-log = logging.getLogger("layerzero")
+from layerzero.testing.process import Process, child_environment, how_it_ended, interpreter
 
 START_S = 120.0
 """How long a process may take to import torch and what it needs."""
@@ -39,7 +36,7 @@ _CHILD = "layerzero.serving.isolation.child"
 _ENVIRONMENT = {"LAYERZERO_CACHE_DIR": "", "LAYERZERO_JIT": "never"}
 _IN_CONTAINER = 3, 4
 _HANDING_OVER = (
-    *(sys.executable, "-ISc"),
+    "-ISc",
     """import fcntl, os, sys
 for number, each in enumerate([fcntl.fcntl(int(each), fcntl.F_DUPFD_CLOEXEC, 10) for each in sys.argv[1:3]]):
     os.dup2(each, 3 + number)
@@ -81,9 +78,9 @@ class Worker:
         if left_s > 0:
             text = f"the process of {self.name} ended {self._in_a_row} times without a result between"
             raise IsolatedKernelError(f"{text}; it is started again in {left_s:.0f} s")
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket, self._awake, self._timeout_s = ours, Awake(ours), 0.0
         try:
+            ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket, self._awake, self._timeout_s = ours, Awake(ours), 0.0
             with its:
                 handed, command = (memory, its.fileno()), self._command
                 if len(command) > 1:
@@ -92,6 +89,9 @@ class Worker:
                 self._process = _begun(command, [] if command else modules, handed)
             self._process.send(Serve(*(_IN_CONTAINER if len(self._command) > 1 else handed)))
             hello = self._greeted(self._process)
+        except OSError as error:
+            self.end()
+            raise IsolatedKernelError(f"no process of {self.name} could be started: {error}") from error
         except BaseException:
             self.end()
             raise
@@ -209,7 +209,8 @@ def _begun(command: tuple[str, ...], modules: list[str], handed: tuple[int, int]
     if command:  # it has packages of its own
         del environment["PYTHONPATH"]
     contained = len(command) > 1
-    command = (*_HANDING_OVER, *map(str, handed), *command) if contained else command
+    if contained:
+        command = (interpreter(), *_HANDING_OVER, *map(str, handed), *command)
     begun: Future[Process] = Future()
 
     def begin() -> None:

@@ -212,7 +212,6 @@ class Benched:
         return ", ".join(sorted(ROUGH & set(self.condition.split(","))))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "name": self.name,
             "operation": self.operation,

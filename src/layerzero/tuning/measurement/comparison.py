@@ -87,7 +87,6 @@ class Compared:
         return bool(self.left or self.not_built)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         others = {name: getattr(self, name) for name in Compared.__slots__ if name != "found"}
         return {"calls": [each.to_dict() for each in self.found], "cut": self.cut, **msgspec.to_builtins(others)}
 

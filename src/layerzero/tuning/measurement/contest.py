@@ -85,7 +85,6 @@ class ContestEntry:
     samples: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         names = ("median_us", "p95_us", "samples", "noise", "first_call_us", "device_us", "host_us")
         return {
             "kernel_id": self.kernel.id,
@@ -114,16 +113,13 @@ class Contest:
 
     @property
     def facts(self) -> Facts:
-        """The facts of the call."""
         return self.report.facts
 
     @property
     def times(self) -> dict[Kernel, Measurement]:
-        """Every time that was measured."""
         return {each.kernel: each.measurement for each in self.entries if each.measurement is not None}
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return {
             "call": self.name,
             "operation": self.report.operation,

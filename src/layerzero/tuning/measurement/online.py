@@ -11,7 +11,6 @@ the new time. A process that was forked begins with nothing, and with a thread o
 from __future__ import annotations
 
 import ctypes
-import logging
 import random
 import statistics
 import threading
@@ -31,12 +30,10 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log
 from layerzero.core.system.resources import started
 from layerzero.engine.dispatch import ENGINE
 from layerzero.tuning.storage.store import NOTES
-
-log = logging.getLogger("layerzero")
 
 MAX_WAITING = 1024
 """Samples that wait for the thread; further ones are dropped, and counted."""
@@ -167,15 +164,17 @@ class Sampler:
 
     def read(self) -> None:
         """Read what is ready; the rest waits for the next time."""
-        for _ in range(len(self._waiting)):
-            sample = self._waiting.popleft()
-            time_us = sample.time_us()
-            if time_us is None:
-                self._waiting.append(sample)
-            else:
-                self._keep(sample, time_us)
-        if self._waiting:
-            self._wake.set()
+        try:
+            for _ in range(len(self._waiting)):
+                sample = self._waiting.popleft()
+                time_us = sample.time_us()
+                if time_us is None:
+                    self._waiting.append(sample)
+                else:
+                    self._keep(sample, time_us)
+        finally:  # also behind one that could not be read
+            if self._waiting:
+                self._wake.set()
 
     def _keep(self, sample: _Sample, time_us: float) -> None:
         self.taken += 1
@@ -231,7 +230,6 @@ class Sampler:
         return Sampling(self.taken, self.dropped, self.unmeasured, drifted)
 
     def notes(self) -> tuple[str, ...]:
-        """What doctor tells of it."""
         found = self.sampling()
         notes = [str(each) for each in found.drifted[:MAX_NOTES]]
         if len(found.drifted) > MAX_NOTES:

@@ -15,7 +15,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.system.memory import uncollected
 from layerzero.tuning.measurement.clocks import CALMER, Clock, Run, Sample
 
-WARM_CALLS = 3
+WARM_CALLS = 5
 """Calls before the first sample: allocators, autotuners and caches have settled by then."""
 
 MIN_SAMPLES = 3
@@ -283,11 +283,9 @@ class Deadline:
 
     @property
     def spent_s(self) -> float:
-        """Seconds since the beginning."""
         return self._now() - self.began
 
     def passed(self) -> bool:
-        """Whether it is over."""
         return self.left_s <= 0.0
 
     def sooner(self, seconds: float) -> Deadline:

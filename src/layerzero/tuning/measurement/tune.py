@@ -182,7 +182,6 @@ class Tuned:
     compile_s: float
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         measured = []
         for found, choice in zip(self.contests, self.choices, strict=True):
             now = msgspec.to_builtins(choice)
@@ -242,10 +241,10 @@ def tune(
 ) -> Tuned:
     """Measure every legal kernel on calls of an operation, and let what was found choose from then on.
 
-    Kernels may compile while this runs. Each is compared with the reference before its time is believed; one that never
-    ran on this machine runs in a child process first, and one that has to be vetted is vetted there. A time includes
-    LayerZero's adapters. On a GPU the memory that a kernel takes is measured as well, where it declares none: torch's
-    count of the most that was allocated begins anew each time.
+    Kernels may compile while this runs. Each is compared with the reference before its time is believed. One that never
+    ran on this machine runs in a child process first. One that has to be vetted is vetted there. A time includes
+    LayerZero's adapters. On a GPU the memory of a kernel that declares none is measured as well, which resets torch's
+    count of the most that was allocated.
 
     Args:
         operation: a function, operation, alias or glob. Or a model: it is called once, and its calls are measured.
@@ -270,8 +269,8 @@ def tune(
         modules: modules that register kernels, for those child processes.
         leave_out: libraries or kernel globs that are not measured.
         progress: called before and after each call.
-    Returns: what was measured. Ranks agree where this ends, if ``distributed_selection`` says so; then, with a budget,
-        the lowest rank of each host measures for those with the same processors and file of times: they get nothing.
+    Returns: what was measured. Ranks agree where this ends, if ``distributed_selection`` says so. With a budget,
+        the lowest rank of each host measures for those with the same processors and file of times. They get nothing.
     Raises: KeyError or ValueError for operations, shapes, dtypes or files that mean nothing; what ``lz.agree`` does.
     """
     deadline = Deadline(budget_s)
@@ -295,6 +294,7 @@ def tune(
         if params:
             raise ValueError(f"params: wanted them with an operation's name, got {', '.join(params)} with a model")
         jobs = workload.jobs_of_model(operation, shapes, target.type)
+    REGISTRY.check_named(leave_out, "tune: leave_out")
     wanted = current_policy()["tune_samples"] if samples is None else samples
     if samples is not None and samples < MIN_SAMPLES:
         raise ValueError(f"samples: wanted at least {MIN_SAMPLES} of each kernel, got {samples}")

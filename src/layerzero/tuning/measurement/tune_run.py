@@ -10,7 +10,6 @@ import dataclasses
 import math
 import operator
 import time
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
 from layerzero.core.plan import Report
+from layerzero.core.system import warn
 from layerzero.engine import legality
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.jit import build_of, is_kept
@@ -191,7 +191,7 @@ class TuningRun(TensorParty):
                 what = f"{kernel.id} runs in this process for the first time, although isolate=True"
                 repair = "modules=[...] names what registers it, leave_out leaves it out"
                 text = f"{what}: no child process could try it: {reply.detail}; {repair}"
-                warnings.warn(text, LayerZeroWarning, stacklevel=2)
+                warn(text, LayerZeroWarning, stacklevel=2)
 
     def _measure(self, number: int, job: Job) -> str:
         """Measure what can run now; of a call that was measured before, what came to it since. Why not, if not."""

@@ -15,7 +15,6 @@ import math
 import os
 import tempfile
 import time
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,13 +27,13 @@ from torch.nn import Module
 
 import layerzero
 from layerzero.core.arguments import told
-from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.errors import LayerZeroWarning, stays
 from layerzero.core.ledger import class_text
 from layerzero.core.operation import Case, Function, Operation
 from layerzero.core.plain import PlainFunction
 from layerzero.core.plan import Plan
 from layerzero.core.recipe import CallRecipe
-from layerzero.core.system import forking
+from layerzero.core.system import forking, warn
 from layerzero.core.system.disk import check_place, write_whole
 from layerzero.engine.config import CONFIGURATION
 from layerzero.engine.dispatch import ENGINE
@@ -80,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         format: version of this document.
         created_unix_s: when it was written.
         layerzero: the version that wrote it.
-        model: what the program ran, a name or hash of its configuration; empty if not said.
+        model: what the program ran: a name, or class and hash of a model (:func:`record`). Empty if not said.
         calls: each call once, the most frequent first.
     """
 
@@ -115,7 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{path}: wanted calls of known operations, made at least once, got {got}")
         age_days = (time.time() - manifest.created_unix_s) / 86400
         if age_days > CONFIGURATION.policy["manifest.stale_days"]:
-            warnings.warn(
+            warn(
                 f"{path}: it was recorded {age_days:.0f} days ago; record it again if the program changed since",
                 LayerZeroWarning,
                 stacklevel=2,
@@ -247,6 +246,8 @@ class Recording:
         model: what the program runs, for the reader of the manifest.
     """
 
+    __reduce_ex__ = stays("lz.record", "recording", "stop() it and send the manifest that it returns")
+
     def __init__(self, path: str | os.PathLike[str] | None = None, *, model: str | Module = "") -> None:
         if path is not None:
             check_place(path)
@@ -319,7 +320,7 @@ def record(path: str | os.PathLike[str] | None = None, *, model: str | Module = 
         model: what the program runs: a name, or the model, of which the manifest keeps class and hash of its
             configuration and of its parameters' names, shapes and dtypes.
     Raises: OSError where the file could not be written, before anything is recorded.
-    A model on meta or fake tensors may be recorded, whose calls would not fit into this machine: of meta tensors, as
+    A model on meta or fake tensors may be recorded, for calls that do not fit into this machine. Meta tensors count as
     calls on the current CUDA device, or on the CPU where there is none.
     Calls are slower while it runs, since each is chosen for anew; before and after, they cost what they always do.
     """

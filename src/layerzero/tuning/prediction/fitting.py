@@ -238,7 +238,8 @@ def weighed(
     """One time for each kernel, all under one condition as far as they go, since times are for comparing.
 
     That is the ``present`` condition of the machine where two kernels have times of it, else the one that most have,
-    the latest of several. It is read only where times of several conditions are known.
+    the latest of several. It is read only where times of several conditions are known. A kernel without a time of
+    it has its own of another one, times what kernels with times of both took longer or shorter.
 
     Of several times, those measured here come first, then enough samples, then the latest; of several errors the
     largest counts. ``hosts`` says what the host takes as a rule for a kernel with its adaptations over its family: by
@@ -257,6 +258,7 @@ def weighed(
         other = best.get(time.kernel)
         if other is None or rank(time) > rank(other):
             best[time.kernel] = time
+    best = {kernel: _under(shared, time, times) for kernel, time in best.items()}
     apart = all(time.device_us is not None for time in best.values())  # else it is unknown which of the two waited
     margin = HOST_MARGIN if apart else 1.0
     paces: dict[str, float] = {}
@@ -281,6 +283,34 @@ def _shared(times: Sequence[Time], present: Callable[[], str] | None) -> str:
     if now and len(kernels.get(now, ())) > 1:
         return now
     return max(kernels, key=lambda condition: (len(kernels[condition]), latest[condition]))
+
+
+def _under(shared: str, time: Time, times: Sequence[Time]) -> Time:
+    """A time as it would be under the shared condition, by the kernels of the same calls that have times of both.
+
+    What heat or load costs is calibrated by each device's own times: a factor of 1.15 for all would be right for none.
+    """
+    if time.condition == shared:
+        return time
+    own = [each for each in times if each.source == time.source]  # another machine's would tell the machines apart
+    here, there = ({each.kernel: each for each in own if each.condition == it} for it in (shared, time.condition))
+    both = [(here[kernel], there[kernel]) for kernel in here.keys() & there.keys()]
+    if not both:
+        return time
+    factor = math.exp(statistics.median([math.log(_times_longer(now, then)) for now, then in both]))
+    measured_us = time.median_us if time.as_measured_us is None else time.as_measured_us
+    device_us = None if time.device_us is None else factor * time.device_us
+    moved = {
+        "median_us": factor * time.median_us,
+        "device_us": device_us,
+        "variance_us2": factor**2 * time.variance_us2,
+    }
+    return msgspec.structs.replace(time, **moved, as_measured_us=measured_us)
+
+
+def _times_longer(now: Time, then: Time) -> float:
+    """By what a condition multiplied a time: the device's where both have it apart."""
+    return now.device_us / then.device_us if now.device_us and then.device_us else now.median_us / then.median_us
 
 
 def _runs(times: Iterable[Time]) -> Iterator[list[Time]]:

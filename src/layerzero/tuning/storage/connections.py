@@ -69,11 +69,9 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a connection."""
         return self._connection is not None
 
     def close(self) -> None:
-        """Let go of the file."""
         if self._connection is not None:
             connection, self._connection = self._connection, None
             connection.close()

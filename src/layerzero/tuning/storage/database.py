@@ -11,14 +11,13 @@ import atexit
 import os
 import sqlite3
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from layerzero.core.errors import LayerZeroWarning
-from layerzero.core.system import forking
+from layerzero.core.system import forking, warn
 from layerzero.tuning.storage import connections, sql_schema
 from layerzero.tuning.storage.connections import PASSING, ForeignError, Link, OtherVersionError, code_of
 from layerzero.tuning.storage.sql_schema import in_transaction
@@ -201,7 +200,7 @@ class Database:
             self._use(path)
         note = f"{left}: {error}. The file is left alone, and times are kept in {path.name} next to it"
         self.tell(note)
-        warnings.warn(note, LayerZeroWarning, stacklevel=2)
+        warn(note, LayerZeroWarning, stacklevel=2)
 
     def _look_into(self, error: Exception, *, writing: bool) -> bool:
         """After what no sound file makes happen: whether this one was replaced, or can be used all the same."""
@@ -221,7 +220,7 @@ class Database:
         except OSError:  # a folder that cannot be written, or a process that is paused: the caller gives up
             return False
         self.aside.append(moved)
-        self.tell(f"{self.path}: {what_of(error)}; it was set aside as {moved.name}", warn=True)
+        self.tell(f"{self.path}: {what_of(error)}; it was set aside as {moved.name}", aloud=True)
         return True
 
     def _sound(self) -> bool:
@@ -260,20 +259,20 @@ class Database:
         """Warn of a place that does not serve, once for each kind of it."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(
+            warn(
                 f"{text}. Set LAYERZERO_CACHE_DIR or perfdb.path to a place that can be written",
                 LayerZeroWarning,
                 stacklevel=2,
             )
 
-    def tell(self, note: str, *, warn: bool = False) -> None:
+    def tell(self, note: str, *, aloud: bool = False) -> None:
         """Take a note for doctor; the first that is a warning is one, too."""
         known = note in self._notes
         self._notes[note] = None
-        if warn and not known and "damage" not in self._warned:
+        if aloud and not known and "damage" not in self._warned:
             self._warned.add("damage")
             more = "`layerzero doctor` and `layerzero perfdb check` tell more"
-            warnings.warn(f"{note}. {more}", LayerZeroWarning, stacklevel=2)
+            warn(f"{note}. {more}", LayerZeroWarning, stacklevel=2)
 
     def notes(self) -> tuple[str, ...]:
         """What is wrong with the file, and what was set aside by this process or another."""

@@ -5,8 +5,7 @@ buckets. On NVIDIA GPUs it is read through NVML, where nvidia-ml-py is installed
 state. Without it, and on AMD's GPUs, torch tells the memory pressure. On a CPU: load, and the clock where the system
 tells it. What cannot be read is left out.
 Where times of one call were taken under several conditions, those under the present one count, or else those under the
-one that most kernels share, and others count less. No time is multiplied by a factor for its condition: none was
-calibrated.
+one that most kernels share, and others count less. They are moved there by a factor that the device's own times give.
 
 Linux gives out more memory than there is, and kills the process that then uses it. A GPU's allocator says so instead,
 and its error is caught where it is raised.
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import math
 import os
 import time
@@ -33,7 +31,7 @@ from layerzero.core.device import Device, capability_hash, driver_version
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Libraries
-from layerzero.core.system import resources
+from layerzero.core.system import log, resources
 from layerzero.core.system.resources import available_bytes
 from layerzero.engine import probe
 
@@ -134,8 +132,6 @@ def code_version(function: Callable[..., Any]) -> str:
 
 _EMPTY = CellType()
 
-
-log = logging.getLogger("layerzero")
 
 WARM_C, HOT_C = 50.0, 70.0
 """From here on a GPU is warm, hot."""

@@ -13,7 +13,6 @@ import os
 import re
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,7 +27,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Judgement, Ledger, Suspect, Verdict, call_class, class_text, deciding, home_of
 from layerzero.core.recipe import CallRecipe, Workspace, elements_of
-from layerzero.core.system import disk, forking
+from layerzero.core.system import disk, forking, warn
 from layerzero.engine import first_run, probe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
@@ -62,7 +61,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
             return platformdirs.user_cache_path("layerzero", appauthor=False).absolute()
         return Path(named).expanduser().absolute() if named else None
     except RuntimeError as error:  # a user without a home
-        warnings.warn(
+        warn(
             f"what is learnt about kernels ends with the process: {error}; set LAYERZERO_CACHE_DIR to a folder",
             LayerZeroWarning,
             stacklevel=2,
@@ -193,7 +192,6 @@ class FileLedger(Ledger):
         self._proved.add(marker.identity)
 
     def withdraw(self, marker: object) -> None:
-        """Remove the marker."""
         assert isinstance(marker, Marker)
         self.files.move(marker.path, None)
         first_run.end(marker.file)

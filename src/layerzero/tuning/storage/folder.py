@@ -8,7 +8,6 @@ doubt, which the name of the file tells.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import msgspec
 
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.ledger import Verdict
-from layerzero.core.system import forking
+from layerzero.core.system import forking, warn
 from layerzero.tuning.storage import records
 from layerzero.tuning.storage.records import (
     ASIDE,
@@ -136,7 +135,7 @@ class RecordFolder(RecordFiles):
         if not self._doubted_once:
             self._doubted_once = True
             text = f"{self.path / name.file()}: {why}; it may have been a ban, so {records.kernel_of(name)} is refused"
-            warnings.warn(f"{text}. `layerzero doctor` tells what lifts it", LayerZeroWarning, stacklevel=2)
+            warn(f"{text}. `layerzero doctor` tells what lifts it", LayerZeroWarning, stacklevel=2)
 
     def _trust(self, name: Name) -> None:
         doubts = self._doubted.get(name.slug)

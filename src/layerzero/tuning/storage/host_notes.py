@@ -172,7 +172,6 @@ class Failures:
         return tuple(found[name] for name in sorted(found) if found[name].compilers == compilers())
 
     def clear(self) -> None:
-        """Forget what failed in this process."""
         self._here.clear()
 
 

@@ -111,7 +111,7 @@ def _keep(connection: sqlite3.Connection, rows: Sequence[Row], database: Databas
         return in_transaction(connection, lambda inside: learning.insert(inside, rows))
     except (sqlite3.IntegrityError, OverflowError, UnicodeError, TypeError, ValueError) as error:
         if len(rows) == 1:
-            database.tell(f"{database.path}: a time of {rows[0].kernel} was refused: {error}", warn=True)
+            database.tell(f"{database.path}: a time of {rows[0].kernel} was refused: {error}", aloud=True)
             return Kept({})
     finally:
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -126,7 +126,7 @@ def _keep(connection: sqlite3.Connection, rows: Sequence[Row], database: Databas
 def _tell(database: Database, kept: Kept, unreadable: int) -> None:
     path = database.path
     if kept.dated:
-        database.tell(f"{path}: times dated in the future were replaced or dated anew: a clock was ahead", warn=True)
+        database.tell(f"{path}: times dated in the future were replaced or dated anew: a clock was ahead", aloud=True)
     if kept.damaged:
         database.tell(f"{path}: damaged times were replaced by new ones")
     if unreadable:

@@ -13,7 +13,6 @@ import os
 import re
 import sys
 import time
-import warnings
 from pathlib import Path
 from urllib.parse import quote, unquote
 from zlib import crc32
@@ -25,7 +24,7 @@ from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.facts import Facts
 from layerzero.core.ledger import Verdict, capture_text, work_text
 from layerzero.core.recipe import CallRecipe
-from layerzero.core.system import disk
+from layerzero.core.system import disk, warn
 from layerzero.engine import first_run
 
 FORMAT = 1
@@ -385,4 +384,4 @@ class RecordFiles:
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(text, LayerZeroWarning, stacklevel=2)
+            warn(text, LayerZeroWarning, stacklevel=2)

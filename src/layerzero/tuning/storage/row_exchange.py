@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import math
 import os
 import sqlite3
@@ -27,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log
 from layerzero.core.system.resources import started
 from layerzero.tuning.storage import connections, journal, journal_merge, learning
 from layerzero.tuning.storage.database import RETRY_S, Database, what_of
@@ -245,8 +244,6 @@ def _at_exit() -> None:
 
 atexit.register(_at_exit)  # before the databases close: handlers run in reverse
 
-
-log = logging.getLogger("layerzero")
 
 EVERY_S = 1.0
 """How often it looks: with the time that a list takes, a ban is heard of within two seconds."""

@@ -195,7 +195,6 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def work(self) -> Work:
-        """The work that it is about."""
         return Work(tuple(sorted(self.facts.items())))
 
     @property

@@ -193,7 +193,7 @@ class TimeStore:
         start = sql_schema.start_of(key, int(graph))
         sound = sql_schema.sound(start, found)
         if len(sound) < len(found):
-            database.tell(f"{database.path}: damaged times count for nothing", warn=True)
+            database.tell(f"{database.path}: damaged times count for nothing", aloud=True)
         times = [Time(*row[:_FIELDS]) for row in sound]
         newest = max([time.written_at for time in times], default="")
         if newest <= self._past:
@@ -210,7 +210,7 @@ class TimeStore:
         found = database.read(learning.MODELS, (family, graph) * 2)
         damaged = [row[:5] for row in found if row[5] == learning.MODEL_FORMAT and not sql_schema.model_holds(row)]
         if damaged:
-            database.tell(f"{database.path}: damaged models count for nothing, and are learnt anew", warn=True)
+            database.tell(f"{database.path}: damaged models count for nothing, and are learnt anew", aloud=True)
         if damaged or any(type(row[5]) is int and row[5] < learning.MODEL_FORMAT for row in found):
             journal_merge.learn_family(database, family, damaged)
             found = database.read(learning.MODELS, (family, graph) * 2)

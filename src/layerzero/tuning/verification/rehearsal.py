@@ -9,7 +9,6 @@ Here, too, the proofs that a capture needs where ``graph_strict_mode`` is set.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import Verdict, capture_text, class_text
 from layerzero.core.recipe import CallRecipe
+from layerzero.core.system import log
 from layerzero.engine.config import SCOPES
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.first_run import marked
@@ -39,7 +39,6 @@ class Confirmation(Vetted):
     """What a child found about a suspect; ``verdict`` is None where it could not be run, and it stays a suspect."""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         told = super().to_dict()
         del told["reached"]
         return {**told, "verdict": told["verdict"] or "unknown"}
@@ -173,8 +172,6 @@ def _shares(pairs: Sequence[tuple[Kernel, Facts]], count: int) -> list[list[tupl
         min(shares, key=len).extend(each)
     return [share for share in shares if share]
 
-
-log = logging.getLogger("layerzero")
 
 MOST_KERNELS = 4
 """How many kernels are tried for a call, one after the other: torch's own are among the first few."""

@@ -14,10 +14,8 @@ class once a process.
 from __future__ import annotations
 
 import atexit
-import logging
 import queue
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ from layerzero.core.ledger import Verdict, capture_text, class_text
 from layerzero.core.operation import Case, Operation, Routed
 from layerzero.core.reasons import ReasonCode
 from layerzero.core.recipe import CallRecipe
-from layerzero.core.system import forking
+from layerzero.core.system import forking, log, warn
 from layerzero.core.system.resources import started
 from layerzero.engine import legality, probe
 from layerzero.engine.config import current_policy
@@ -94,8 +92,6 @@ def plain_pairs(
                 yield kernel, facts
 
 
-log = logging.getLogger("layerzero")
-
 TIMEOUT_S = START_S
 """How long one class may be silent before its process counts as hanging; for a kernel that compiles it is longer."""
 
@@ -118,7 +114,6 @@ class Vetted:
     reached: bool = True
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
         return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
@@ -157,9 +152,10 @@ def vet(
         again: also check classes that have a verdict.
         timeout_s: seconds of silence after which a child counts as hanging.
         progress: called with a line for each class as it ends.
-    Returns: what was found. A kernel that gave a wrong result is chosen for no call any more until its library has
-        another version, or until it passes again; one that crashed or hung, for no call of that class.
-    Raises: KeyError for an unknown operation; ValueError for a dtype of no name and a module that does not import.
+    Returns: what was found. A kernel that gave a wrong result is chosen for no call until its library has another
+        version, or until it passes again. One that crashed or hung is chosen for no call of that class.
+    Raises: KeyError for an unknown operation; ValueError for a name of no kernel, a dtype of no name, and a module that
+        does not import.
     """
     if params is not None:
         given = {"shapes": shapes, "dtype": dtype, "device": device, "graph": graph}
@@ -169,6 +165,8 @@ def vet(
             )
         proofs = plain_pairs(operation, params, [*(kernels or ()), *(backends or ())], again=again)
         return vet_calls(proofs, modules=modules, timeout_s=timeout_s, progress=progress)
+    for option, names in (("kernels", kernels), ("backends", backends)):
+        REGISTRY.check_named(names or (), f"vet: {option}")
     target = Device.detect(device_here(device))
     chosen = [each for each in REGISTRY.kernels(operation) if is_named(each, kernels, backends, target, graph=graph)]
     dtypes = None if dtype is None else [dtype_named(dtype)]
@@ -291,10 +289,10 @@ def vet_calls(
         elif verdict is not None:
             ENGINE.ledger.record_verdict(*unique[name], verdict, detail)
         if graph and verdict is not None and not passed:
-            warnings.warn(f"no capture takes {each}", LayerZeroWarning, stacklevel=2)
+            warn(f"no capture takes {each}", LayerZeroWarning, stacklevel=2)
         elif verdict is Verdict.WRONG and not unique[name][1].operation.class_facts:
             text = f"{each.kernel_id} is not chosen any more until its library has another version: {each}"
-            warnings.warn(text, LayerZeroWarning, stacklevel=2)
+            warn(text, LayerZeroWarning, stacklevel=2)
         if progress is not None and reached:
             progress(str(each))
 

@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import layerzero as lz
 from layerzero.core.errors import in_short
 from layerzero.engine.scopes import holding
-from layerzero.integrations.optimize.attention.transformers import Search
-from layerzero.integrations.optimize.swaps.candidate import distance, outermost, verdict
+from layerzero.integrations.optimize.attention.transformers import Search, outermost, verdict
+from layerzero.integrations.optimize.swaps.candidate import distance
 from layerzero.integrations.optimize.swaps.swap import Together, trying
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import RUN

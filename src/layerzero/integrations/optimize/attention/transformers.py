@@ -6,7 +6,7 @@ import copy
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.scopes import holding
 from layerzero.inspection.trace import calls_told
-from layerzero.integrations.optimize.swaps.candidate import distance, outermost, verdict
+from layerzero.integrations.optimize.swaps.candidate import agrees, distance
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import RUN, TimeLeft, Workload, example_run
 from layerzero.integrations.transformers import EXCHANGED
@@ -88,7 +88,6 @@ class AttentionSwap:
 
     @property
     def is_on(self) -> bool:
-        """Whether LayerZero computes it now."""
         return any(config._attn_implementation == NAME for config, _ in self._before)
 
     def on(self) -> None:
@@ -366,3 +365,22 @@ def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None,
     if not why and swap.of == OWN and any("reference" in each for each in kernels):
         return None, "no kernel of this machine computes it but the slow reference"
     return worst, why
+
+
+def verdict(errors: Sequence[tuple[float, torch.dtype, str]]) -> tuple[float | None, str]:
+    """The largest of several differences of a dtype and a kernel, and what is wrong with it; empty where nothing."""
+    wrong = [each for each in errors if not agrees(*each[:2])]
+    if wrong:
+        worst, _, kernel = max(wrong, key=lambda each: each[0])
+        return worst, f"{kernel} was off by {worst:.2g} of the largest value"
+    return max((each[0] for each in errors), default=None), ""
+
+
+def outermost(root: Module, library: str, kind: str) -> Iterator[tuple[str, Any]]:
+    """The outermost models of a library within a module, with their paths; none where that was not imported."""
+    known = sys.modules.get(library)
+    within: set[int] = set()
+    for path, module in root.named_modules() if known is not None else ():
+        if id(module) not in within and isinstance(module, getattr(known, kind)):
+            within |= {id(each) for each in module.modules()}
+            yield path, module

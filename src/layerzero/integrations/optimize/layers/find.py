@@ -26,7 +26,7 @@ from layerzero.inspection.trace import calls_told
 from layerzero.integrations.optimize.attention.dynamic_cache import name_in, name_of
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.layers import encoders
-from layerzero.integrations.optimize.layers.inner import Inner, inner
+from layerzero.integrations.optimize.layers.inner import Inner, alike, extreme, inner
 from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
 from layerzero.integrations.optimize.modules.norms import Normed, fit, normed, places
 from layerzero.integrations.optimize.modules.products import Block, block
@@ -35,14 +35,13 @@ from layerzero.integrations.optimize.swaps.candidate import (
     MORE,
     WRITES,
     agrees,
-    alike,
     distance,
-    extreme,
     quiet,
     refusal,
     unfollowed,
     watching,
 )
+from layerzero.integrations.optimize.swaps.drawn_weights import told_apart
 from layerzero.integrations.optimize.swaps.reads import Listening
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, trying, weight_of
@@ -99,7 +98,9 @@ class Parts:
 def find(search: Search) -> Iterator[Replaced | Left]:
     """The layers of models whose attention was found; what they compute for is taken."""
     for path, exchange, ours in search.models:
-        for each in _layers(path, exchange, search, ours=ours):
+        with told_apart(exchange.model):
+            found = list(_layers(path, exchange, search, ours=ours))
+        for each in found:
             if isinstance(each, Replaced):
                 state = each.swap.state
                 open_ = state.called.modules() if state.called is not None else ()

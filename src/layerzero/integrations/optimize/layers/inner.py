@@ -4,7 +4,8 @@ A layer around it is proved with a stand-in for it, because a router sends a row
 each other: one rounding before it may change an output by an expert's share. What is within it is looked for as
 everywhere else: experts, shared experts, products.
 
-Here, too: cosines and sines as ``lz.rope_`` takes them, made once a step of what a model hands to each of its layers.
+Here, too: cosines and sines as ``lz.rope_`` takes them, made once a step of what a model hands to each of its layers;
+and numbers that a layer is tried on where they are extreme.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from layerzero.core.graph_capture import capture_of
-from layerzero.integrations.optimize.swaps.candidate import quiet, refusal
+from layerzero.integrations.optimize.swaps.candidate import HUGE, LARGE, agrees, distance, quiet, refusal
 from layerzero.integrations.optimize.swaps.weights import Packs
 
 
@@ -133,3 +134,19 @@ def forget_table(named: Mapping[str, Any]) -> None:
     """Let the next layer that is called with these arguments make the table again, as a step's first one does."""
     for each in named.get("position_embeddings") or ():
         getattr(each, "__dict__", {}).pop(_MADE, None)
+
+
+def extreme(rows: Tensor) -> Tensor:
+    """Rows (B, S, D), a sequence far larger than the one before, as far as their squares go; one number is NaN."""
+    factors = [1.0, LARGE, LARGE**2] + ([HUGE, HUGE**2 / 10] if torch.finfo(rows.dtype).max > HUGE**4 else [])
+    scale = torch.tensor([factors[each % len(factors)] for each in range(rows.shape[0])], dtype=torch.float32)
+    made = rows * scale.to(rows.device, rows.dtype)[:, None, None]
+    made[0, -1, 0] = torch.nan
+    return made
+
+
+def alike(ours: Tensor, own: Tensor, *, large: bool) -> bool:
+    """Whether results for such rows agree, each sequence by itself: NaN where it belongs, and ``large`` ones, too."""
+    if not torch.equal(ours[0, -1].isnan(), own[0, -1].isnan()):
+        return False
+    return not large or all(agrees(distance(one, two), two.dtype) for one, two in zip(ours[1:], own[1:], strict=True))

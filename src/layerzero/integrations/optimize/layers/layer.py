@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -320,6 +321,8 @@ class Layer(State):
         weight = self.heads.products[0]._parameters["weight"]
         if weight is None or not serves(self, hidden, *learned) or hidden.ndim != 3:
             return False
+        if hidden.dtype is torch.float64:  # cast since: its norms may compute in float32 there
+            return False
         return (
             hidden.dtype == weight.dtype
             and hidden.device == weight.device
@@ -334,7 +337,6 @@ class Layer(State):
         return isinstance(named.get("position_embeddings"), tuple)
 
     def compute(self, hidden: Tensor, named: Mapping[str, Any]) -> Tensor:
-        """What the layer gives."""
         before, behind, before_block, behind_block = self.norms
         ours = ONE_TOKEN.get() is not None and _NORMED in hidden.__dict__  # the layer before made it, and nothing looks
         rows = hidden if before is None else _begun(hidden, before)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -21,6 +20,7 @@ from torch.nn import Module
 from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import LayerZeroWarning, in_short
+from layerzero.core.system import warn
 from layerzero.engine.config import current_policy
 from layerzero.integrations.optimize.attention.transformers import configs_of
 from layerzero.integrations.optimize.models.compilers import Run
@@ -212,7 +212,7 @@ def forward(self: Module, *others: Any, **named: Any) -> Any:
             except Exception as error:  # noqa: BLE001  # whatever a library raises: the model computes it
                 state.engines.pop(told[0], None)
                 said = f"{engine.name} raised {in_short(error)}"
-                warnings.warn(f"lz.optimize: {said}; the model's own code runs", LayerZeroWarning, stacklevel=2)
+                warn(f"lz.optimize: {said}; the model's own code runs", LayerZeroWarning, stacklevel=2)
     return other(self, *others, **named)
 
 
@@ -225,7 +225,6 @@ class Over(Swap):
 
     @property
     def is_on(self) -> bool:
-        """Whether the module has it now."""
         beneath = self._beneath
         return super().is_on if beneath is None else beneath.over is not None and beneath.over[0] is self.state
 
@@ -235,7 +234,6 @@ class Over(Swap):
         return None if state is self.state else state
 
     def on(self) -> None:
-        """Put it on the module."""
         attributes, beneath = self.module.__dict__, self._beneath
         if beneath is None:
             super().on()

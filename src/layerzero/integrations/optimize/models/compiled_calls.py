@@ -15,10 +15,10 @@ from torch.nn import Embedding, Module
 from torch.utils import _pytree as pytree
 
 from layerzero.core.errors import in_short
-from layerzero.integrations.optimize.attention.transformers import Search
+from layerzero.integrations.optimize.attention.transformers import Search, outermost
 from layerzero.integrations.optimize.models import compiled
 from layerzero.integrations.optimize.models.compilers import COMPILERS, Compiler, Flat
-from layerzero.integrations.optimize.swaps.candidate import agrees, distance, outermost, quiet, refusal, watching
+from layerzero.integrations.optimize.swaps.candidate import agrees, distance, quiet, refusal, watching
 from layerzero.integrations.optimize.swaps.reads import READS, Listening
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.times import timing

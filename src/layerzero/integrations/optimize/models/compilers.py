@@ -53,7 +53,6 @@ class Compiler:
 
     @property
     def text(self) -> str:
-        """Its name and version."""
         library = self.needs[0] if self.needs else "torch"
         return f"{self.name} {importlib.metadata.version(library)}"
 

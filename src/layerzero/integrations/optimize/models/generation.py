@@ -52,7 +52,7 @@ def generate_step(
         top_k: how many of the likeliest tokens may come, from 1.
         top_p: the share that the tokens which may come have together, of those that ``top_k`` leaves.
         min_p: how likely a token must be, in parts of the likeliest one. It is applied first.
-        seed: the same seed at the same length of the cache gives the same draw by the same kernel; None draws from
+        seed: the same seed at the same length of the cache gives the same draw by the same kernel. None draws from
             torch's generator of the device. Sequences of one call draw apart.
         more: passed to the model, as ``attention_mask``, ``position_ids``.
     Raises: InvalidCallError for numbers out of range; whatever the model raises.

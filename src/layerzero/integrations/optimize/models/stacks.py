@@ -19,7 +19,7 @@ from torch.nn import Module, ModuleList
 from layerzero.core.arguments import signature_of
 from layerzero.core.errors import in_short
 from layerzero.engine.config import current_policy
-from layerzero.integrations.optimize.attention.transformers import Search
+from layerzero.integrations.optimize.attention.transformers import Search, outermost
 from layerzero.integrations.optimize.models.padding import (
     GROUPS,
     MASK,
@@ -36,7 +36,7 @@ from layerzero.integrations.optimize.models.padding import (
     tokens_of,
     without_padding,
 )
-from layerzero.integrations.optimize.swaps.candidate import agrees, distance, outermost, quiet, watching
+from layerzero.integrations.optimize.swaps.candidate import agrees, distance, quiet, watching
 from layerzero.integrations.optimize.swaps.swap import MARK, Swap, has_own_forward, is_swapped, stock_forward, trying
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced

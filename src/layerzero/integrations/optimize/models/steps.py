@@ -8,7 +8,6 @@ cache lies in memory that stays where it is there, too, and attention reads as m
 from __future__ import annotations
 
 import functools
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch.nn import Module
 import layerzero as lz
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, LayerZeroWarning, NoKernelFoundError, in_short
 from layerzero.core.graph_capture import capturing
+from layerzero.core.system import warn
 from layerzero.engine.scopes import holding
 from layerzero.integrations.optimize.attention import dynamic_cache
 from layerzero.integrations.optimize.attention.transformers import NAME, Search
@@ -106,7 +106,6 @@ class Steps(State):
 
     @property
     def graphs(self) -> int:
-        """Captured steps."""
         return len(self._graphs)
 
     def _why_not(self, named: Mapping[str, Any]) -> str:
@@ -195,7 +194,7 @@ class Steps(State):
         self.left[why] += 1
         if why not in self._told:
             self._told.add(why)
-            warnings.warn(f"lz.optimize(graph=True): {why}; steps run as they are", LayerZeroWarning, stacklevel=4)
+            warn(f"lz.optimize(graph=True): {why}; steps run as they are", LayerZeroWarning, stacklevel=4)
 
     def _run(self, ids: Tensor, named: Mapping[str, Any]) -> Any:
         cache = dynamic_cache.cache_in(named)

@@ -27,6 +27,7 @@ from layerzero.integrations.optimize.modules.experts import experts
 from layerzero.integrations.optimize.modules.norms import norm
 from layerzero.integrations.optimize.modules.products import block, linear, linear_then
 from layerzero.integrations.optimize.swaps.candidate import Candidate, candidate, compared, quiet, refusal
+from layerzero.integrations.optimize.swaps.drawn_weights import told_apart
 from layerzero.integrations.optimize.swaps.swap import MARK, SIZES, Way, as_forward, is_dense, serves
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.integrations.optimize.times import timing
@@ -115,6 +116,9 @@ MOST = 12
 
 NO_GAIN = "torch's own kernel runs it, and no time says that another is faster; pass inputs= to measure"
 
+MENDS = ", as torch's own code is wrong with AMX"
+"""Said of what stays whatever its time."""
+
 
 def find(search: Search) -> Iterator[Replaced | Left]:
     """Modules that gave what the originals give, of those that no layer computes for."""
@@ -153,7 +157,9 @@ def _looked_at(module: Module, *, measured: bool) -> Iterator[Candidate | str]:
         candidate = _candidate(kind, module)
         if candidate is None:
             continue
-        if isinstance(candidate, Candidate) and not kept and candidate.is_torchs:
+        if isinstance(candidate, Candidate) and candidate.mends:
+            candidate.calls, candidate.timed = candidate.calls + MENDS, False
+        elif isinstance(candidate, Candidate) and not kept and candidate.is_torchs:
             candidate = NO_GAIN
         yield candidate
         if isinstance(candidate, str) and module._modules:  # what it is made of may be something else that is known
@@ -177,14 +183,15 @@ def _is_small(module: Module) -> bool:
 
 
 def _candidate(kind: Callable[[Module], Candidate | str | None], module: Module) -> Candidate | str | None:
-    candidate = kind(module)
-    if isinstance(candidate, Candidate):
-        try:
-            why = compared(candidate)
-        except InvalidCallError as error:
-            why = f"{candidate.calls} does not compute it: {error}"
-        if why:
-            return why
+    with told_apart(module):
+        candidate = kind(module)
+        if isinstance(candidate, Candidate):
+            try:
+                why = compared(candidate)
+            except InvalidCallError as error:
+                why = f"{candidate.calls} does not compute it: {error}"
+            if why:
+                return why
     return candidate
 
 

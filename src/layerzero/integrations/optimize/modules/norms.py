@@ -39,6 +39,9 @@ from layerzero.ops.linear.glance import Glance
 
 _LARGEST_EPS = 0.01
 
+WIDE = "norms in float64 run their own code: that of Transformers' computes in float32 whatever the input is"
+"""Why a norm stays that would be 1e-7 from its own code: the kernels compute in float64 there."""
+
 
 class Norm(State):
     """The formula and the number under its root, which is the dtype's own where the module leaves it open.
@@ -127,7 +130,8 @@ def _norm(self: Module, input: Tensor = ABSENT, /, *others: Any, **named: Any) -
     if input is ABSENT:
         return by_name(_norm, self, named)
     state: Any = self.__dict__.get(MARK)
-    mine = not others and not named and serves(state, input, *self._parameters.values())
+    mine = not others and not named and input.dtype is not torch.float64  # cast since
+    mine = mine and serves(state, input, *self._parameters.values())
     own = state.weights_of(self) if mine else None
     if own is not None and (own[0].dtype is input.dtype or state.form == "one_plus"):
         try:
@@ -151,6 +155,8 @@ def norm(module: Module) -> Candidate | str | None:
     form, eps, why = _form_of(module, has_bias="bias" in parameters)
     if form is None:
         return why or None
+    if weight.dtype is torch.float64:
+        return WIDE
     number = _step_of(weight.dtype) if eps is None else eps
     kinds: dict[str, tuple[type[Norm], str, str, tuple[Any, ...]]] = {
         "rms": (Norm, "lz.rms_norm", "rms_norm", (example, weight)),

@@ -163,11 +163,16 @@ class Requested:
         loss: how far a result was from the module's own, relative to its size.
         own_bytes: what the weights take that the codes were made of.
         instead_of: the format that was requested, or that the model holds, where no fast kernel takes that.
+        lost: what to say of a pickle, which has none of it.
     """
 
     loss = 0.0
     own_bytes = 0
     instead_of = ""
+    lost = (
+        "lz.optimize: a pickle of the model has its own weights and code, not those that were quantised on request; "
+        "call lz.optimize where it is loaded"
+    )
 
     @property
     def kind(self) -> str:

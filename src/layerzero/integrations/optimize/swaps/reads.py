@@ -158,9 +158,10 @@ def code_of(of: Any) -> tuple[set[str], list[dict[str, Any]]]:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """Names in code: of globals, attributes, and variables of functions around it."""
+    """Names in code: of globals, attributes, and variables of functions around it; texts, which ``getattr`` takes."""
     inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return set(code.co_names).union(code.co_freevars, *inner)
+    texts = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
+    return set(code.co_names).union(code.co_freevars, texts, *inner)
 
 
 def is_object(value: Any) -> bool:

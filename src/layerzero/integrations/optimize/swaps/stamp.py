@@ -95,7 +95,12 @@ class Stamp:
         self._facts = self._facts_now()
         names, classes = _names_of(modules)
         self._classes = {cls: of_class(cls) for cls in dict.fromkeys((*map(type, modules), *classes))}
-        self._names = [(space, name, _frozen(space[name])) for space, name in names]
+        self._names = [(space, name, _frozen(space[name])) for space, name in names if name in space]
+        self._lacks: dict[int, tuple[Any, set[str]]] = {}  # what code names of a module's objects that have it not
+        for space, name in names:
+            if name not in space:
+                self._lacks.setdefault(id(space), (space, set()))[1].add(name)
+        self._dtypes = {str(each.dtype)[6:] for module in modules for each in module.parameters()}
         self._last: Last | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stamp:
@@ -140,11 +145,17 @@ class Stamp:
     def _is_same(self) -> bool:
         if any(not all(map(is_, of_class(cls), facts)) for cls, facts in self._classes.items()):
             return False
-        if any(not _same(_frozen(space.get(name)), value) for space, name, value in self._names):
+        found = ((space, name, None) for space, names in self._lacks.values() for name in names & {*space})
+        if not all(self._has(*each) for each in (*self._names, *found)):
             return False
         if self._whole and not all(map(_has_its_forward, self._modules[1:])):
             return False
         return _same(self._facts_now(), self._facts)
+
+    def _has(self, space: Any, name: str, before: Any) -> bool:
+        now = space.get(name)  # Transformers writes a model's dtype where there was none, as it saves one
+        saved = name == "dtype" and before is None and str(now).removeprefix("torch.") in self._dtypes
+        return saved or _same(_frozen(now), before)
 
     def _facts_now(self) -> tuple[Any, ...]:
         if self._whole:
@@ -157,7 +168,7 @@ class Stamp:
         hooked = self._modules[1:] if self._whole else self._modules
         dicts: list[dict[Any, Any]] = [*_GLOBAL_HOOKS, *(made for each in hooked for made in _hooks_of(each))]
         lists: list[list[Any]] = []
-        places = [(space, name) for space, name, _ in self._names]
+        named = [(space, name) for space, name, _ in self._names]
         for each in self._modules:
             dicts += [each.__dict__, each._modules]
             dicts += [each._buffers] if each._buffers else []
@@ -165,15 +176,16 @@ class Stamp:
             for name, value in each.__dict__.items():
                 if name not in _TORCHS:
                     _gather(value, dicts, lists)
-        for space, name in places:
+        for space, name in named:
             _gather(space.get(name), dicts, lists)
+        sizes = [(space, places(space, ()), ()) for space, _ in self._lacks.values()]
         return (
             tuple(part for each in self._modules for part in (each, type(each))),
             versions,
-            tuple(part for each in dicts for part in _items(each)),
+            tuple(part for each in (*map(_items, dicts), *sizes) for part in each),
             tuple(part for each in self._modules for part in (each._parameters, tuple(each._parameters))),
             tuple(part for each in lists for part in (each, tuple(each))),
-            tuple(part for made, name in places for part in (made, name, made.get(name))),
+            tuple(part for made, name in named for part in (made, name, made.get(name))),
         )
 
 
@@ -288,11 +300,11 @@ def _names_of(modules: list[Module]) -> tuple[list[tuple[Any, str]], list[type]]
     classes: dict[type, None] = {}
     for module in modules:
         names, spaces = code_of(module)
-        held = {name: each for name, each in vars(module).items() if is_object(each) and not name.startswith(_BESIDE)}
-        for space, name in _named_in(names, spaces, classes):
-            found[id(space), name] = space, name
+        mine = {name: each for name, each in vars(module).items() if name not in _TORCHS}
+        held = {name: each for name, each in mine.items() if is_object(each) and not name.startswith(_BESIDE)}
+        found |= {(id(each[0]), each[1]): each for each in _named_in(names, spaces, classes) if each[1] in each[0]}
         for space, name in _named_in(names | held.keys(), [held], classes):
-            if space is not held and not name.startswith("_attn_implementation"):  # which is read by itself
+            if space is not held and not name.startswith("_attn_implementation"):  # another part reads it
                 found[id(space), name] = space, name
     own = [base for cls in (*classes, *map(type, modules)) for base in cls.__mro__ if is_own(base.__module__)]
     held_by = {base: {name: each for name, each in vars(base).items() if type(each) in _CONTAINERS} for base in own}
@@ -308,7 +320,7 @@ _MOST = 64
 def _named_in(
     names: set[str], spaces: Iterable[dict[str, Any]], classes: dict[type, None]
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where these names stand, in spaces and in objects and files that they name there; own classes are added."""
+    """Where these names stand, or would stand in objects; in spaces and what they name there. Own classes are added."""
     waiting, done = [(each, False) for each in spaces], set[int]()
     while waiting:
         space, whole = waiting.pop()
@@ -322,6 +334,7 @@ def _named_in(
             follows = isinstance(value, ModuleType) and (is_own(value.__name__) or value.__name__.startswith("torch"))
             if follows or is_object(value):
                 inner = vars(value)
+                yield from () if follows else ((inner, each) for each in names - inner.keys())
                 own = is_own(kind := type(value).__module__) or kind in _SPACES
                 waiting.append((inner, not follows and own and len(inner) <= _MOST))
             if isinstance(value, type) and is_own(value.__module__):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from torch.nn import Module, Parameter
 
 from layerzero.core.arguments import signature_of
 from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.system import warn
 from layerzero.engine.transforms import in_function_mode, in_transform
 from layerzero.integrations.optimize.swaps.stamp import OURS, SWAPPED, Stamp
 
@@ -109,8 +109,7 @@ class State:
     Attributes:
         covers: submodules that the new forward computes for, by name: it computes without calling them.
         stamp: what the proof of the new forward rests on; None before that is put on first.
-        own_at: of each size of :data:`SIZES`, whether the module's own code is
-            faster; empty where it nowhere is.
+        own_at: of each size of :data:`SIZES`, whether the module's own code is faster; empty where it nowhere is.
         many: from how many rows a call is computed as the last of these sizes is.
         called: a submodule that the new forward calls as the module's own does, so that nothing in it was proved.
         sets: what the module has on itself while the new forward is on it, and had not before.
@@ -239,7 +238,6 @@ class Swap:
 
     @property
     def is_on(self) -> bool:
-        """Whether the module has it now."""
         return self.module.__dict__.get(MARK) is self.state
 
     def on(self) -> None:
@@ -304,6 +302,9 @@ def _of_class(module: Module, name: str) -> Any:
 
 
 def _stock_state(self: Module) -> Any:
+    lost = getattr(self.__dict__.get(MARK), "lost", "")
+    if lost and sys._getframe(1).f_code is not _deep_copy.__code__:
+        warn(lost, LayerZeroWarning, stacklevel=2)
     state = _of_class(self, "__getstate__")()
     return _without(self, state) if isinstance(state, dict) else state
 
@@ -316,12 +317,11 @@ def _stock_replica(self: Module) -> Module:
 
 def _to_be_scripted(self: Module) -> Module:
     """Take the swap off: ``torch.jit.script`` reads source code, and of no other module than this one."""
-    warnings.warn(
+    text = (
         "lz.optimize: torch.jit.script reads modules' own code, so modules that it was given run theirs from now on; "
-        "give it a copy.deepcopy of the model, or undo() the report and optimize again",
-        LayerZeroWarning,
-        stacklevel=2,
+        "give it a copy.deepcopy of the model, or undo() the report and optimize again"
     )
+    warn(text, LayerZeroWarning, stacklevel=2)
     _strip(self.__dict__, _mine(self))
     own = getattr(type(self), "__prepare_scriptable__", None)
     return self if own is None else own(self)

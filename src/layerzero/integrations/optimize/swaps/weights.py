@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,8 +20,9 @@ from torch.nn import Linear, Module, Parameter, functional
 
 from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.handle import FOREIGN, STALE
-from layerzero.core.system import forking
+from layerzero.core.system import forking, warn
 from layerzero.integrations.optimize.swaps.candidate import STRUCTURE, distance, quiet, random_rows
+from layerzero.integrations.optimize.swaps.drawn_weights import told_apart
 from layerzero.integrations.optimize.swaps.swap import FROM_MANY, State, Way, is_dense, size_of, weight_of
 from layerzero.ops.linear.glance import LOOKS
 from layerzero.ops.linear.packed import DENSE, Pack, PackedWeight, Packing
@@ -163,7 +163,7 @@ class Packs(State):
     def _tell(self, weight: Tensor) -> None:
         self.late += 1
         size = " x ".join(map(str, weight.shape))
-        warnings.warn(
+        warn(
             f"lz.optimize: a weight ({size}) was written into past torch's count of writes (by .data, NumPy or another "
             f"library); up to {LOOKS} calls computed with what was packed before. It is packed anew; write within "
             "torch.no_grad() instead, or undo() the report before",
@@ -377,7 +377,7 @@ def _compared(module: Module, weight: Tensor) -> bool | None:
         inputs, outputs = weight.shape[:: -1 if not turned else 1]
         rows = random_rows(module, inputs, dtype=weight.dtype, device=weight.device)
         try:
-            with quiet(module):
+            with quiet(module), told_apart(module):
                 found = module(rows)
                 if not isinstance(found, Tensor) or found.shape != (*rows.shape[:-1], outputs):
                     continue

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn import Module
 
+from layerzero.inspection.trace import numbered, ranges
 from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.times import timing
 
 ROUNDS = 3
 """Runs of each, in turn."""
+
+WIDEST = 40
+"""Characters of a list in a table, where its entries allow it."""
+
+_Alike = tuple[str, str, tuple[str, ...], bool]
+"""What rows of a table have in common that stand in one line: their path around its number, what they say."""
 
 OUTSIDE = "outside any module"
 """The code of models that hold others, and of the caller: masks, caches, loops."""
@@ -61,8 +70,7 @@ class Spent:
             times = [_ms(each.host_s) for each in shares]
             times += [_ms(each.device_s) for each in shares] if on_device else []
             rows.append((kind, str(self.modules.get(kind) or ""), *times))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return _aligned(rows)
 
 
 def _ms(seconds: float | None) -> str:
@@ -159,3 +167,50 @@ def _medians(runs: list[dict[str, Share]]) -> dict[str, Share]:
         host_s = statistics.median(each[kind].host_s for each in runs)
         found[kind] = Share(host_s, statistics.median(known) if known else None)
     return found
+
+
+def table(headers: Sequence[str], rows: Iterable[tuple[tuple[str, ...], str, float | None]]) -> list[str]:
+    """Lines of a table, one for rows that say the same of numbered modules, with the largest of their errors."""
+    alike: dict[_Alike, list[int]] = defaultdict(list)
+    errors: dict[_Alike, list[float]] = defaultdict(list)
+    rows = list(rows)
+    parts = [path.split(".") for _, path, _ in rows if path]
+    alike_so_far = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False))
+    shared = len(list(alike_so_far))  # a pipeline's number of the model is not the layer's
+    for texts, path, error in rows:
+        outside, inside = path.split(".")[:shared], path.split(".")[shared:]
+        before, number, after = numbered(".".join(inside))
+        before = ".".join((*outside, before)) if path else ""
+        kind = before, after, texts, number is None
+        alike[kind] += [] if number is None else [number]
+        errors[kind] += [] if error is None else [error]
+    cells = [tuple(headers)]
+    for kind, numbers in alike.items():
+        before, after, texts, _ = kind
+        path = f"{before}{ranges(numbers)}{after}".rstrip(".") or "(model)"
+        worst = f"{max(errors[kind]):.1e}" if errors[kind] else ""
+        cells.append((path, *texts, worst)[: len(headers)])
+    return _aligned([line for cell in cells for line in _folded(cell)])
+
+
+def _aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines with each column as wide as its longest text."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _folded(cells: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The lines of a row: lists before its last column, as of a layer's seven kernels, have lines of :data:`WIDEST`."""
+    columns = [_lines(text) for text in cells[:-1]]
+    columns.append([cells[-1]])
+    yield from itertools.zip_longest(*columns, fillvalue="")
+
+
+def _lines(text: str) -> list[str]:
+    lines = [""]
+    for each in text.split(", "):
+        if lines[-1] and len(lines[-1]) + len(each) > WIDEST:
+            lines.append("")
+        lines[-1] += f"{each}, "
+    lines[-1] = lines[-1].removesuffix(", ")
+    return [line.rstrip() for line in lines]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
-from layerzero.inspection.trace import numbered, ranges
+from layerzero.core.errors import refuse
 from layerzero.integrations.optimize.swaps.candidate import Candidate
 from layerzero.integrations.optimize.swaps.codes import Requested, compared, fell_back
 from layerzero.integrations.optimize.swaps.swap import SIZES, Exchange, State, Swap
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs
-from layerzero.integrations.optimize.times.module_times import Spent
+from layerzero.integrations.optimize.times.module_times import Spent, table
 from layerzero.integrations.optimize.times.timing import Paced
 from layerzero.integrations.optimize.times.workload import TimeLeft, Workload, perplexity
 from layerzero.tuning.measurement.tune import Tuned
@@ -33,12 +34,6 @@ PADDING = (
     "lz.optimize(model, padding=False) leaves them"
 )
 
-WIDEST = 40
-"""Characters of a list in a table, where its entries allow it."""
-
-_Alike = tuple[str, str, tuple[str, ...], bool]
-"""What rows of a table have in common that stand in one line: their path around its number, what they say."""
-
 
 @dataclass
 class Replaced:
@@ -54,6 +49,7 @@ class Replaced:
             attention, which is compared as a part of the whole model, where inputs are given.
         exchange: puts it on or off.
         candidate: the example by which a single module is timed; None for others.
+        mends: whether it stays whatever its time, as the module's own code is wrong on this CPU.
     """
 
     path: str
@@ -64,12 +60,14 @@ class Replaced:
     error: float | None
     exchange: Exchange | None = field(default=None, repr=False, compare=False)
     candidate: Candidate | None = field(default=None, repr=False, compare=False)
+    mends: bool = False
 
     @classmethod
     def of(cls, path: str, found: Candidate) -> Replaced:
         """A module that a candidate was checked for."""
         module, timed = type(found.swap.module).__name__, found if found.timed else None
-        return cls(path, module, found.kind, found.calls, found.kernel, found.error, found.swap, timed)
+        told = found.kind, found.calls, found.kernel, found.error
+        return cls(path, module, *told, found.swap, timed, found.mends)
 
     @property
     def swap(self) -> Swap:
@@ -150,8 +148,8 @@ class Optimized:
         timed: the whole model before and after, and by kind; None where no inputs were given.
         tune: what to do next.
         error: largest difference of the model's own output, in units of its largest value; None without inputs.
-        distance: where weights were quantised, how far the model's output is from its own, relative to its size, and
-            the cosine of both; None without inputs.
+        distance: where weights were quantised: how far the model's output is from its own, relative to its size, and
+            the cosine of both. None without inputs.
         perplexity: there, of the inputs' tokens, before and after; None where inputs have none, or outputs no logits.
         weight_bytes: memory of parameters and buffers, each once.
         memory_limit: what packed forms may take together; None without a bound.
@@ -187,6 +185,23 @@ class Optimized:
     seconds: float = 0.0
     kept_sizes: list[str] = field(default_factory=list)
     _joined: list[Joined] = field(default_factory=list, repr=False)
+    _text: str = field(default="", repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle has what is text and numbers: the modules that it speaks of lie in the model."""
+        replaced = [replace(each, exchange=None, candidate=None) for each in self.replaced]
+        return object.__new__, (type(self),), vars(self) | {"replaced": replaced, "_joined": [], "_text": str(self)}
+
+    def __copy__(self) -> Optimized:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
+        """One of the copied modules, where it is copied along with the model."""
+        memo[id(self)] = twin = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
 
     def sort(self, found: Iterable[Replaced | Left]) -> Iterator[Replaced]:
         """What may be put on; what is left is kept here."""
@@ -298,7 +313,13 @@ class Optimized:
             self.left.append(Left(each.path, each.module, why if isinstance(why, str) else why(each)))
 
     def undo(self) -> None:
-        """Give every module its own forward back, and every weight memory of its own. Values stay as they are now."""
+        """Give every module its own forward back, and every weight memory of its own. Values stay as they are now.
+
+        Raises: InvalidCallError for a report that came from a pickle.
+        """
+        if self._text:
+            wanted = "wanted the report that lz.optimize returned, or its copy.deepcopy with the model"
+            refuse("undo", [f"{wanted}; got a pickle's, without modules: a model that was pickled runs its own code"])
         for each in reversed(self.replaced):
             if each.exchange is not None:
                 each.exchange.off()
@@ -310,15 +331,17 @@ class Optimized:
         self._joined = []
 
     def __str__(self) -> str:
-        lines = []
+        lines: list[str] = []
+        if self._text:
+            return self._text
         if self.replaced:
             rows = [((each.module, each.calls, each.kernel or "none"), each.path, each.error) for each in self.replaced]
-            lines += _table(("replaced", "module", "by", "kernel", "error"), rows)
+            lines += table(("replaced", "module", "by", "kernel", "error"), rows)
         else:
             lines.append("nothing was replaced")
         if self.left:
             reasons = [((each.module, each.why), each.path, None) for each in self.left]
-            lines += ["", *_table(("left", "module", "why"), reasons)]
+            lines += ["", *table(("left", "module", "why"), reasons)]
         lines += ["", self._memory(), *filter(None, [self.emulated]), *self._quantised(), *self.kept_sizes]
         late = sum(each.late for each in self.packs)
         if late:
@@ -349,51 +372,8 @@ class Optimized:
             counts = f"{', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} tokens"
             lines += ["", f"timed on random rows, {counts}, in {seconds:.1f} s; a share of the model's own time:"]
             shares = [((each.module, each.text), path, None) for each in self.paced for path in each.paths]
-            lines += _table(("timed", "module", "takes"), shares)
+            lines += table(("timed", "module", "takes"), shares)
         if self.time.lines():
             lines += ["", f"it took {self.seconds:.1f} s", *self.time.lines()]
         lines += [f"next: {each}" for each in self.tune]
         return "\n".join(lines)
-
-
-def _table(headers: Sequence[str], rows: Iterable[tuple[tuple[str, ...], str, float | None]]) -> list[str]:
-    """Lines of a table, one for rows that say the same of numbered modules, with the largest of their errors."""
-    alike: dict[_Alike, list[int]] = defaultdict(list)
-    errors: dict[_Alike, list[float]] = defaultdict(list)
-    rows = list(rows)
-    parts = [path.split(".") for _, path, _ in rows if path]
-    alike_so_far = itertools.takewhile(lambda each: len(set(each)) == 1, zip(*parts, strict=False))
-    shared = len(list(alike_so_far))  # a pipeline's number of the model is not the layer's
-    for texts, path, error in rows:
-        outside, inside = path.split(".")[:shared], path.split(".")[shared:]
-        before, number, after = numbered(".".join(inside))
-        before = ".".join((*outside, before)) if path else ""
-        kind = before, after, texts, number is None
-        alike[kind] += [] if number is None else [number]
-        errors[kind] += [] if error is None else [error]
-    cells = [tuple(headers)]
-    for kind, numbers in alike.items():
-        before, after, texts, _ = kind
-        path = f"{before}{ranges(numbers)}{after}".rstrip(".") or "(model)"
-        worst = f"{max(errors[kind]):.1e}" if errors[kind] else ""
-        cells.append((path, *texts, worst)[: len(headers)])
-    lines = [line for cell in cells for line in _folded(cell)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-
-
-def _folded(cells: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The lines of a row: lists before its last column, as of a layer's seven kernels, have lines of :data:`WIDEST`."""
-    columns = [_lines(text) for text in cells[:-1]]
-    columns.append([cells[-1]])
-    yield from itertools.zip_longest(*columns, fillvalue="")
-
-
-def _lines(text: str) -> list[str]:
-    lines = [""]
-    for each in text.split(", "):
-        if lines[-1] and len(lines[-1]) + len(each) > WIDEST:
-            lines.append("")
-        lines[-1] += f"{each}, "
-    lines[-1] = lines[-1].removesuffix(", ")
-    return [line.rstrip() for line in lines]

@@ -229,7 +229,6 @@ class Paced:
 
     @property
     def text(self) -> str:
-        """What it says in a report."""
         return f"{self.sizes.text(self.ways)}{', as measured before' if self.known else ''}"
 
 

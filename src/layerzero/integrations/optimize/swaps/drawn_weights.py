@@ -1,0 +1,93 @@
+"""Weights that are one number, as others while a form is proved: in the thread that proves, and in no other.
+
+A new model has norms of ones and may have products of zeros, and is loaded or trained later. A form that takes one
+weight for another computes the same until then. Other threads may run the model meanwhile, so they see its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module, Parameter
+
+from layerzero.integrations.optimize.swaps.candidate import weight_problem
+
+_NAME = "_parameters"
+
+
+class _Parameters(dict[str, Any]):
+    """A module's parameters, of which one thread sees others; what is copied of it is a dict."""
+
+    def __init__(self, plain: dict[str, Any], drawn: Mapping[str, Any]) -> None:
+        super().__init__(plain)
+        # two threads may prove one module
+        self.plain: dict[str, Any] = plain.plain if isinstance(plain, _Parameters) else plain
+        self.drawn, self.thread = dict(drawn), threading.get_ident()
+
+    def __getitem__(self, name: str) -> Any:
+        found = self.drawn.get(name) if threading.get_ident() == self.thread else None
+        return super().__getitem__(name) if found is None else found
+
+    def __iter__(self) -> Iterator[str]:  # without it C code takes what lies here, past __getitem__
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401  # it is that
+
+    def items(self) -> Any:
+        return self._seen().items()
+
+    def values(self) -> Any:
+        return self._seen().values()
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (self._seen(),)
+
+    def _seen(self) -> dict[str, Any]:
+        return {name: self[name] for name in self}
+
+    def leave(self, module: Module) -> None:
+        """Give the module its own dict again, with what was written meanwhile; a later one that lies there stays."""
+        self.drawn = {}
+        if vars(module)[_NAME] is self:
+            self.plain.clear()
+            self.plain.update(self)
+            vars(module)[_NAME] = self.plain
+
+
+@contextmanager
+def told_apart(module: Module) -> Iterator[None]:
+    """Give weights that are one number others meanwhile, so that it shows where each stands."""
+    generator, made = torch.Generator().manual_seed(0), dict[int, Parameter]()
+    left: list[tuple[_Parameters, Module]] = []
+    try:
+        for each in module.modules():
+            single = {name: one for name, one in each._parameters.items() if _is_one_number(one)}
+            for one in single.values():
+                made.setdefault(id(one), _drawn(one, generator))
+            if single:
+                drawn = {name: made[id(one)] for name, one in single.items()}
+                left.append((_Parameters(each._parameters, drawn), each))
+        for space, each in left:
+            vars(each)[_NAME] = space
+        yield
+    finally:
+        for space, each in left:
+            space.leave(each)
+
+
+def _is_one_number(one: Any) -> bool:
+    if one is None or weight_problem(one) or not one.numel():
+        return False
+    first = (0,) * one.ndim
+    return all(bool((each == one[first]).all()) for each in (one[first[1:]], one))
+
+
+def _drawn(one: Any, generator: torch.Generator) -> Parameter:
+    drawn = torch.rand(one.shape, generator=generator, device="cpu", dtype=torch.float32).to(one.device, one.dtype)
+    number, size = one.detach()[(0,) * one.ndim], one.shape[-1] if one.ndim > 1 else 1
+    return Parameter(number + (number.abs() or size**-0.5) * (drawn - 0.5), requires_grad=one.requires_grad)
