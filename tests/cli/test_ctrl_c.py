@@ -84,7 +84,8 @@ def start(tmp_path, monkeypatch):
 )
 def test_an_interrupted_command_leaves_nobody(start, words, apart):
     process, pipe = start(*words)
-    assert (int(os.read(pipe, 100)) != process.pid) is apart
+    (runs,) = set(os.read(pipe, 100).split())  # a check of several threads says it once for each
+    assert (int(runs) != process.pid) is apart
     process.send_signal(signal.SIGINT)
     _, told = process.communicate()
     assert process.returncode == 130
