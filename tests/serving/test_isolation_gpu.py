@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+import weakref
 
 import msgspec
 import pytest
@@ -232,6 +233,26 @@ def test_a_buffer_grows_by_a_new_handle_and_is_kept_otherwise(library, cuda):
     assert cuda.calls.count("release True") == 4, "torch keeps no memory for a process that ended"
     assert all(each.handle[4:6] != RELEASED for each in opens(library)), "nothing counts below 0 either"
     assert len({each.mark for each in opens(library)}) == 4
+
+
+def test_no_pool_of_memory_ends_and_the_next_buffer_of_its_size_takes_it(library, monkeypatch):
+    made = []
+
+    class Pool:
+        def __init__(self):
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    arenas._SPARE.clear()
+    for size in (8, 1 << 20, 8):
+        call(library, torch.neg, torch.ones(size))
+    assert len(made) == 4
+    assert all(each() for each in made), "torch ends the process where one ends while a graph is captured"
+    assert {size: len(pools) for (_, size), pools in arenas._SPARE.items()} == {arenas.LEAST_BYTES: 2, 1 << 22: 0}
+    for _ in range(2):
+        arenas.Buffer(arenas.LEAST_BYTES, DEVICE)
+    assert len(made) == 4
+    assert len(arenas._SPARE[DEVICE, arenas.LEAST_BYTES]) == 2
 
 
 def test_a_new_process_opens_the_same_memory(library, cuda, monkeypatch):

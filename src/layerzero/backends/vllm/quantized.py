@@ -91,7 +91,7 @@ def load_append_codes(facts: Facts) -> Callable[..., None]:
     def append(key: Tensor, value: Tensor, *pages: Tensor) -> None:
         key_cache, value_cache, slot_mapping, key_scale, value_scale = pages
         caches = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-        operator(key, value, *caches, slot_mapping, form, key_scale, value_scale)
+        operator(key, value, *caches, slot_mapping, form, key_scale.view(1), value_scale.view(1))  # one shape for both
 
     return append
 

@@ -138,8 +138,16 @@ GIVEN, RESULTS = 0, 1
 """What a buffer is for."""
 
 LEAST_BYTES = 1 << 21  # of a buffer: less than a segment takes the device as much
-_MARK, _NO_COUNTER = 16, b"/layerzero_has_no_counter"
+MARK_BYTES, _NO_COUNTER = 16, b"/layerzero_has_no_counter"
 _LINE = 64  # of an address: tensors keep it, so that a vector load finds them as aligned as they were
+
+
+_SPARE: dict[tuple[torch.device, int], list[Any]] = {}
+"""Pools whose buffer is gone, by the buffer's size.
+
+None ever ends: torch ends the process where a pool does while any stream captures, or after a capture was lost
+(``synchronize_and_free_events`` of c10/cuda, torch 2.11, H200, 2026-11-30). The next buffer of that size takes one.
+"""
 
 
 class Buffer(DeviceMemory):
@@ -154,10 +162,12 @@ class Buffer(DeviceMemory):
         if (backend := torch.cuda.get_allocator_backend()) != "native":
             raise RuntimeError(f"the allocator {backend} of torch gives no handles")
         with torch.inference_mode(mode=False), torch.cuda.device(device):
-            pool = torch.cuda.MemPool()  # of the current device
+            spare = _SPARE.setdefault((device, size), [])
+            pool = spare.pop() if spare else torch.cuda.MemPool()  # of the current device
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))  # it outlives this process's modules, too
+            weakref.finalize(self, spare.append, pool).atexit = False
             with torch.cuda.use_mem_pool(pool, device):
                 super().__init__(torch.empty(size, dtype=torch.uint8, device=device))
-        self._pool = pool
         handle = self.data.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
         # torch counts processes that opened this, and frees it at 0 only: never, if one ended. It is freed here once
         # the last one answered or ended; so none is counted, and none finds a counter to make it less than 0
@@ -166,19 +176,9 @@ class Buffer(DeviceMemory):
 
     def marked(self) -> bytes:
         """Its first bytes, drawn anew."""
-        mark = secrets.token_bytes(_MARK)
-        self.data[:_MARK].copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+        mark = secrets.token_bytes(MARK_BYTES)
+        self.data[:MARK_BYTES].copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
         return mark
-
-
-def opened(handle: tuple[Any, ...], mark: bytes) -> DeviceMemory:
-    """What a handle of another process opens. Raises: RuntimeError where the system or the device forbids it."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    storage = torch.UntypedStorage._new_shared_cuda(*handle)
-    made = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-    if bytes(made[:_MARK].tolist()) != mark:
-        raise RuntimeError("the handle opened other memory than was shared")
-    return DeviceMemory(made)
 
 
 def bytes_at(tensor: torch.Tensor, address: int, size: int) -> torch.Tensor:

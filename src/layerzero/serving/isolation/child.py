@@ -25,12 +25,12 @@ from layerzero.serving.isolation import messages
 from layerzero.serving.isolation.arena import (
     GIVEN,
     KEPT_BYTES,
+    MARK_BYTES,
     MAX_KEPT,
     RESULTS,
     Copier,
     DeviceMemory,
     Mapping,
-    opened,
 )
 from layerzero.testing.child_main import Tell
 
@@ -54,6 +54,16 @@ def work(job: messages.Serve, tell: Tell) -> None:
             calls.send(encoder.encode(server.answer(request)))
             awake.came()
     os._exit(0)  # what a library does at the end of a process is not waited for
+
+
+def opened(handle: tuple[Any, ...], mark: bytes) -> DeviceMemory:
+    """What a handle of another process opens. Raises: RuntimeError where the system or the device forbids it."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    storage = torch.UntypedStorage._new_shared_cuda(*handle)
+    made = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    if bytes(made[:MARK_BYTES].tolist()) != mark:
+        raise RuntimeError("the handle opened other memory than was shared")
+    return DeviceMemory(made)
 
 
 def keep_freed_memory() -> None:
