@@ -78,7 +78,7 @@ def rows(first: float = 0.5) -> torch.Tensor:
 
 
 def test_a_program_without_an_interpreter_is_told_so(fresh, module, monkeypatch):
-    monkeypatch.setattr("multiprocessing.spawn._python_exe", "")
+    monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: "")
     monkeypatch.setattr("sys.executable", "")
     facts = lz.explain("rms_norm", rows(), WEIGHT).facts
     with pytest.raises(IsolatedKernelError, match=r"no process of .* could be started.*set_executable"):
@@ -366,6 +366,20 @@ def test_a_process_of_an_environment_that_is_named_no_more_ends_after_its_call(p
         lz.configure(deterministic=True)
         assert key not in kernels.LIBRARIES
         assert not ended, "it is at a call"
+    assert ended == [key]
+
+
+@pytest.mark.usefixtures("module")
+def test_it_ends_where_the_system_has_no_more_threads_too(python, monkeypatch):
+    def none(_):
+        raise RuntimeError("can't start new thread")
+
+    key, ended = ("foreign", str(python)), []
+    lz.configure(**{"isolation.pythons": {"foreign": str(python)}})
+    monkeypatch.setitem(kernels.LIBRARIES, key, kernels.Library("foreign", 1 << 20, key[1:]))
+    monkeypatch.setattr(kernels.LIBRARIES[key].worker, "end", lambda: ended.append(key))
+    monkeypatch.setattr("threading.Thread.start", none)
+    lz.configure(**{"isolation.pythons": {}})
     assert ended == [key]
 
 

@@ -7,7 +7,6 @@ import shutil
 import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from layerzero.core.dtypes import dtype_named
 from layerzero.core.errors import IsolatedKernelError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.system import forking, log
+from layerzero.core.system import forking, log, resources
 from layerzero.engine import isolation, probe
 from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
 from layerzero.engine.failures import out_of_memory
@@ -368,7 +367,7 @@ def unable(kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | 
 
 
 ENDING = "layerzero-isolation-ends"
-"""Threads that end a process: until the system lets go of a GPU it takes seconds, and settings are locked meanwhile."""
+"""The name of threads that end a process. It takes seconds on a GPU, and a change of settings does not wait for it."""
 
 
 def _end_old() -> None:
@@ -377,7 +376,8 @@ def _end_old() -> None:
     for key, each in list(LIBRARIES.items()):
         if not any(found.get(key[0], ()) == key[1:] for found in named):
             LIBRARIES.pop(key, each).old = True
-            threading.Thread(target=each.end_idle, name=ENDING, daemon=True).start()
+            if resources.started(ENDING, each.end_idle) is None:  # the system has no more threads
+                each.end_idle()
 
 
 def end_all() -> None:
