@@ -36,10 +36,10 @@ def truth(model: Any, x: Tensor) -> Tensor:
 def test_they_stay_whatever_their_time(monkeypatch: pytest.MonkeyPatch, inputs: bool) -> None:
     model, x = model_of("linear"), torch.randn(MADE["linear"][1]).bfloat16()
     with lz.scope(locks={"mlp.linear": "torch.linear"}):
-        assert not lz.optimize(copy.deepcopy(model)).replaced or candidate.misread(
+        assert not lz.optimize(copy.deepcopy(model)).replaced or candidate.leaking_rows(
             lz.facts("linear", x, model[0].weight)
         )
-        monkeypatch.setattr(candidate, "misread", lambda _: WRONG)
+        monkeypatch.setattr(candidate, "leaking_rows", lambda _: WRONG)
         report = lz.optimize(model, *([(x,)] if inputs else []))
         assert [each.path for each in report.replaced] == ["0"]
         assert report.replaced[0].calls.endswith(MENDS)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from layerzero.backends.torch.attention import FLOATS, kernel
-from layerzero.backends.torch.cpu_half import CPU, has_tiles, leaking_rows, wide, widened
+from layerzero.backends.torch.cpu_half import CPU, has_tiles, wide, widened
 from layerzero.backends.torch.linear import HAS_ONEDNN, ONEDNN
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -54,7 +54,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     """The function itself, which takes all but the two tensors by name; in float32 what tiles get wrong."""
     compute: Callable[..., Tensor] = functional.conv1d if facts["operation"] == CONV1D.name else functional.conv2d
     compute = torchs(compute) if facts["padding"] == "same" else compute
-    if _misread(facts) is None and not _is_left_unwritten(facts):
+    if misread(facts) is None and not _is_left_unwritten(facts):
         return compute
 
     def run(input: Tensor, weight: Tensor, *, bias: Tensor | None = None, **named: Any) -> Tensor:
@@ -63,9 +63,9 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
-def _misread(facts: Facts) -> Reason | None:
-    """What oneDNN's tiles get wrong, or read over ends for."""
-    if not has_tiles(facts):
+def misread(facts: Facts) -> Reason | None:
+    """What oneDNN's tiles get wrong of a convolution, or read over ends for. A NaN stays in its picture: 240 of 240."""
+    if facts.operation.name not in AXES or not has_tiles(facts):
         return None
     code, (axes, _, results) = ReasonCode.CONSTRAINT_FAILED, AXES[facts.operation.name]
     if facts.size("group_channels") % 32:
@@ -95,18 +95,6 @@ def _is_left_unwritten(facts: Facts) -> bool:
     if not recorded or "avx512" not in facts.device.instruction_sets:
         return False
     return any("0" in "".join("01"[tap] for tap in taps).strip("0") for taps in _taps(facts))
-
-
-def misread(facts: Facts) -> Reason | None:
-    """What torch's own code gets wrong of a product or convolution by oneDNN's tiles, or reads over ends for."""
-    if facts.operation.name in _OPERATIONS:
-        return _misread(facts)
-    return leaking_rows(facts) if facts.operation.name.partition(".")[0] in {"mlp", "moe"} else None
-
-
-def mixes_rows(facts: Facts) -> bool:
-    """Whether what is misread may be another request's row: a convolution stays in its picture (240 of 240 NaN did)."""
-    return facts.operation.name not in _OPERATIONS
 
 
 def _load_packed(facts: Facts, wider: Callable[[Any], Any] = lambda tensor: tensor) -> Callable[..., Any]:
@@ -209,7 +197,7 @@ _PACKED = kernel(
         *ONEDNN,
         limit.Custom(
             "bfloat16 on a CPU with AMX: multiples of 32 channels a group, results wider than 1 that read input",
-            _misread,
+            misread,
         ),
         *_LARGE,
     ),

@@ -40,6 +40,7 @@ from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
 
 _TILE, _TILES, _ROWS = 32, "amx_bf16", 16
+_PRODUCTS = "mlp.", "moe."
 _FEATURES = ("in_features", "hidden", "inner_features", "features")
 
 
@@ -57,8 +58,8 @@ def _first_uneven(facts: Facts) -> str | None:
 
 
 def leaking_rows(facts: Facts) -> Reason | None:
-    """Why rows are not handed to oneDNN as they are; None where they may be."""
-    name = _first_uneven(facts)
+    """Why a product's rows are not handed to oneDNN as they are; None where they may be, and of what is no product."""
+    name = _first_uneven(facts) if facts.operation.name.startswith(_PRODUCTS) else None
     if name is None:
         return None
     return Reason(ReasonCode.CONSTRAINT_FAILED, name, f"a multiple of {_TILE}", facts.size(name))
