@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,11 +44,9 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: A
 
 
 @pytest.fixture(autouse=True)
-def _without_onednn() -> Iterator[None]:
+def _without_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU with AMX it reads over the ends of bfloat16 rows that do not fill its tiles."""
-    torch._C._set_mkldnn_enabled(False)
-    yield
-    torch._C._set_mkldnn_enabled(True)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 @pytest.fixture(params=[1, 2**26])

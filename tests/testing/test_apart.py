@@ -329,7 +329,7 @@ def test_a_check_that_finds_no_memory_for_itself_says_nothing_of_the_kernel(erro
 ])  # fmt: skip
 def test_where_no_child_can_be_started_all_is_given_up(monkeypatch, named, frozen, why):
     """A program with Python inside it has no interpreter, or would start itself again, which would do the same."""
-    monkeypatch.setattr(process.multiprocessing.spawn, "_python_exe", named)
+    monkeypatch.setattr(process.multiprocessing.spawn, "get_executable", lambda: named)
     monkeypatch.setattr(sys, "executable", named and sys.executable)
     monkeypatch.setattr(sys, "frozen", frozen, raising=False)
     asked = Asker(task("answer"), task("steps"), task("answer", lane="another")).run(at_once=2)
@@ -340,11 +340,11 @@ def test_where_no_child_can_be_started_all_is_given_up(monkeypatch, named, froze
 
 
 def test_a_program_without_an_interpreter_may_name_one_at_any_time(monkeypatch):
-    monkeypatch.setattr(process.multiprocessing.spawn, "_python_exe", None)  # as multiprocessing was imported
+    monkeypatch.setattr(process.multiprocessing.spawn, "get_executable", lambda: None)  # as it was imported
     monkeypatch.setattr(sys, "executable", "/opt/python")
     assert process.interpreter() == "/opt/python"
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    monkeypatch.setattr(process.multiprocessing.spawn, "_python_exe", os.path.realpath("/proc/self/exe"))
+    monkeypatch.setattr(process.multiprocessing.spawn, "get_executable", lambda: os.path.realpath("/proc/self/exe"))
     with pytest.raises(OSError, match="got a program with Python inside it"):
         process.interpreter()
 
@@ -352,5 +352,5 @@ def test_a_program_without_an_interpreter_may_name_one_at_any_time(monkeypatch):
 def test_a_program_names_the_interpreter_of_its_children(monkeypatch):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setattr(sys, "executable", "/opt/program")
-    monkeypatch.setattr(process.multiprocessing.spawn, "_python_exe", b"/opt/python")
+    monkeypatch.setattr(process.multiprocessing.spawn, "get_executable", lambda: b"/opt/python")
     assert process.interpreter() == "/opt/python"

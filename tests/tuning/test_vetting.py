@@ -211,7 +211,7 @@ def test_a_child_that_does_not_start_ends_neither_tuning_nor_warmup(plugin, monk
 
 @pytest.mark.skipif(shutil.which("false") is None, reason="nothing here dies at once")
 def test_a_child_that_dies_before_it_reads_is_told_by_its_end(plugin, monkeypatch):
-    monkeypatch.setattr("multiprocessing.spawn._python_exe", shutil.which("false"))
+    monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: shutil.which("false"))
     more_than_a_pipe_holds = ["m" * 2**20]
     with pytest.raises(RuntimeError, match=r"did not get to work.*exit code 1"):
         lz.vet("norm.rms", shapes=[(4, 64)], dtype="float32", modules=more_than_a_pipe_holds)

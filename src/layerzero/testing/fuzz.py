@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
@@ -40,7 +40,7 @@ GRAD_SHARE = 0.03
 """Share of calls whose inputs ask for gradients: other kernels are legal then."""
 
 CAST_SHARE = 0.1
-"""Share of calls in which some tensors are to have another dtype than the others, where plans cast them."""
+"""Share of calls for which another dtype of some tensors is tried: plans cast 29 of 60 of rms_norm's, of most none."""
 
 _THREADS_EVERY = 32
 """One call in so many runs on all of torch's threads: where something else is busy, each of its loops then costs
@@ -210,19 +210,21 @@ class _Source:
 
 
 def _cast(call: RandomCall, drawn_by: str) -> RandomCall:
-    """The call, or one that its plan casts: random numbers of its own, so that all others stay what they were.
+    """Give a share of calls another dtype for some tensors, where their plans cast these.
 
-    Tensors that follow each other get another dtype; where the route refuses that, or casts nothing, the call stays.
+    It draws by a seed of its own, so that all else of a call is as without it. Where the route refuses the other dtype,
+    or casts nothing, the call stays as it was.
     """
     draws = random.Random(drawn_by)  # noqa: S311  # reproducible, not secret
     if draws.random() >= CAST_SHARE:
         return call
     tensors = {name: each for name, each in call.arguments.items() if isinstance(each, torch.Tensor)}
     floating = [name for name, each in tensors.items() if each.dtype in DTYPES]
-    first, last, dtype = *sorted(draws.choices(range(len(floating) + 1), k=2)), draws.choice(DTYPES)
-    made = {name: tensors[name].to(dtype) for name in floating[first:last]}
+    first, end = sorted(draws.choices(range(len(floating) + 1), k=2))  # neighbours, such as key and value
+    dtype = draws.choice(DTYPES)
+    made = {name: tensors[name].to(dtype) for name in floating[first:end]}
     try:
-        other = RandomCall(call.function, {**call.arguments, **made}, call.name)
+        other = replace(call, arguments={**call.arguments, **made})
         return other if route(other).casts else call
     except InvalidCallError:
         return call
