@@ -145,9 +145,8 @@ class Trace:
                 if _TRACED.get() is not self:  # another thread's
                     return
                 entered.append((module, PLACE.get()))
-                self._ran[path] = not any(
-                    True for _ in module.children()
-                )  # torch.compile puts one around the innermost
+                # torch.compile puts a module of the same path around this one, whose hook comes before
+                self._ran[path] = next(module.children(), None) is None
                 PLACE.set(path)
 
             return hook

