@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -71,7 +72,9 @@ MEASURES = {
     "first token, ms": lambda turn: 1e3 * statistics.median(turn["first_s"]),
     "slowest of 20": lambda turn: 1e3 * statistics.quantiles(turn["first_s"] * 2, n=20, method="inclusive")[-1],
     "between tokens, ms": lambda turn: 1e3 * statistics.median(turn["between_s"]),
+    "attention, us a call": lambda turn: statistics.median(turn["attention_us"] or [math.nan]),
 }
+"""The last is of a CPU alone: a layer's attention as vLLM calls it, with the write of its keys and values."""
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[dict[str, Any]]:
@@ -95,15 +98,49 @@ def child() -> None:
     sleeps = llm.llm_engine.vllm_config.model_config.enable_sleep_mode
     if sleeps:
         llm.sleep(level=1)
+    times = attention_times(llm.llm_engine.vllm_config)
     print(f"{MARK}{json.dumps('ready')}", flush=True)
     for turn, line in enumerate(sys.stdin):
         if sleeps:
             llm.wake_up()
         loads = enumerate(json.loads(line))
-        found = [served(llm.llm_engine, load, f"{turn}-{number}", vllm.SamplingParams) for number, load in loads]
+        found = []
+        for number, load in loads:
+            times.clear()
+            found.append(served(llm.llm_engine, load, f"{turn}-{number}", vllm.SamplingParams))
+            found[-1]["attention_us"] = [*times]
         if sleeps:
             llm.sleep(level=1)
         print(f"{MARK}{json.dumps(found)}", flush=True)
+
+
+def attention_times(config: Any) -> list[float]:
+    """What each call of a layer's attention takes from now on, in us, on a CPU.
+
+    LayerZero writes keys and values in it; vLLM's own backend does so just before, which counts here.
+    """
+    times: list[float] = []
+    layers = config.compilation_config.static_forward_context.values()
+    classes = {type(each.impl) for each in layers if hasattr(each, "impl")}
+    for owner in classes if config.device_config.device_type == "cpu" else ():
+        apart = [0.0]
+
+        def timed(compute: Any, apart: list[float], *, ends: bool) -> Any:
+            def call(*args: Any, **named: Any) -> Any:
+                began = time.perf_counter()
+                result = compute(*args, **named)
+                apart[0] += 1e6 * (time.perf_counter() - began)
+                if ends:
+                    times.append(apart[0])
+                    apart[0] = 0.0
+                return result
+
+            return call
+
+        owner.forward = timed(owner.forward, apart, ends=True)
+        if hasattr(owner, "do_kv_cache_update"):
+            owner.do_kv_cache_update = timed(owner.do_kv_cache_update, apart, ends=False)
+    return times
 
 
 def served(engine: Any, requests: list[dict[str, Any]], turn: str, params: Any) -> dict[str, Any]:
