@@ -61,6 +61,16 @@ def test_torchs_norm_without_eps_agrees_on_small_rows() -> None:
         torch.testing.assert_close(module(rows), expected)
 
 
+def test_what_is_no_tensor_gets_the_error_of_the_modules_own_code() -> None:
+    """Its dtype was asked for first, which only a tensor has."""
+    model = nn.Sequential(Scaled(16, "written")).eval()
+    with pytest.raises(Exception, match="str") as own:
+        model("text")
+    assert lz.optimize(model).is_on
+    with pytest.raises(type(own.value), match=str(own.value)):
+        model("text")
+
+
 def test_a_norm_that_only_looks_like_one_is_left() -> None:
     """With weights of 1 their squares are the same; other weights tell."""
     report = lz.optimize(nn.Sequential(Scaled(16, "squared")).eval())

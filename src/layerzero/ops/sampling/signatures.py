@@ -24,6 +24,9 @@ def _from_probabilities(of: Callable[..., Tensor]) -> Callable[[Signature], Sign
     """Give a function what users read of the one that draws from logits, where it draws from probabilities."""
     said = _TEMPERATURE.sub("", inspect.cleandoc(of.__doc__ or "")).replace(".\n", ", from probabilities.\n", 1)
     for of_logits, of_probabilities in _OF_PROBABILITIES.items():
+        assert of_logits in said or not said, (
+            f"{of.__name__}: wanted {of_logits!r} in its docstring, to say it otherwise"
+        )
         said = said.replace(of_logits, of_probabilities)
 
     def written(function: Signature) -> Signature:

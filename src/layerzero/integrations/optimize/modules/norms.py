@@ -130,8 +130,8 @@ def _norm(self: Module, input: Tensor = ABSENT, /, *others: Any, **named: Any) -
     if input is ABSENT:
         return by_name(_norm, self, named)
     state: Any = self.__dict__.get(MARK)
-    mine = not others and not named and input.dtype is not torch.float64  # cast since
-    mine = mine and serves(state, input, *self._parameters.values())
+    mine = not others and not named and serves(state, input, *self._parameters.values())
+    mine = mine and input.dtype is not torch.float64  # cast since
     own = state.weights_of(self) if mine else None
     if own is not None and (own[0].dtype is input.dtype or state.form == "one_plus"):
         try:
