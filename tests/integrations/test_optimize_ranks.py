@@ -79,6 +79,8 @@ def hooks_of_older_versions(model):
 
 def forwards_of_newer_versions(model):
     found = pytest.importorskip("transformers.distributed.tensor_parallel")
+    if not hasattr(found, "apply_tensor_parallelism"):
+        pytest.skip("wanted a Transformers that exchanges the forward of a module that it divides, got an older one")
     found.apply_tensor_parallelism(model, None, {"one": "colwise"})
 
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.grouped_weights import ROUNDING_GGUF
-from layerzero.backends.torch.quantized_linear import unhidden
+from layerzero.backends.torch.quantized_linear import propagate_nan
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
@@ -213,7 +213,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         divisors = [_divisor(each) for each in rows.abs().amax(-1).tolist()] if half else []
         if all(each == 1 for each in divisors):
             output = here.products(kind, weight, rows)
-            return output if half else unhidden(output, rows)
+            return output if half else propagate_nan(output, rows)
         divisor = rows.new_tensor(divisors).unsqueeze(-1)
         return here.products(kind, weight, rows / divisor).mul_(divisor)
 

@@ -191,11 +191,11 @@ def over_chunks(
     weight: Tensor,
     needed: Needed,
     cut: Sizes,
-    whole: Callable[..., Any] = lambda *rows: rows,
+    padded: Callable[..., Any] = lambda *rows: rows,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The loss of each row, and those gradients of the sum of all losses that are needed: of rows, weight and bias.
 
-    Gradients of weight and bias are added up in float32 or wider, and rounded once. ``whole`` fills up rows of a
+    Gradients of weight and bias are added up in float32 or wider, and rounded once. ``padded`` pads rows of a
     product where a CPU reads over their ends.
 
     Shapes: hidden (T, D), weight (V, D) → (T,), (T, D), (V, D), (V,)
@@ -215,7 +215,7 @@ def over_chunks(
             continue
         made = room[: block.stop - first]
         if of_hidden is not None:
-            slopes, columns = whole(made, weight.t())
+            slopes, columns = padded(made, weight.t())
             torch.mm(slopes, columns.t(), out=of_hidden[block])
         if needed[1]:
             alone = cut.block >= rows  # the product adds up in float32 itself, and rounds

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.moe import load_each
-from layerzero.backends.torch.quantized_linear import on_boundary, unhidden
+from layerzero.backends.torch.quantized_linear import on_boundary, propagate_nan
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -131,7 +131,7 @@ def _load(
         rows = rows.contiguous() if order is None else rows.index_select(1, order)
         output = product(rows, form)
         if rounds:
-            output = unhidden(output, rows)
+            output = propagate_nan(output, rows)
         if bias is not None:
             output = output.add_(bias)
         return output if ndim == 2 else output.view(*input.shape[:-1], -1)

@@ -52,7 +52,7 @@ from torch.autograd.graph import increment_version
 
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, Product, grouped
 from layerzero.backends.shape_cache import small_alone
-from layerzero.backends.torch.quantized_linear import unhidden
+from layerzero.backends.torch.quantized_linear import propagate_nan
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Backend, Release
@@ -237,7 +237,7 @@ def _load_int8(facts: Facts) -> Callable[..., Any]:
     ) -> Tensor:
         scales = weight_scale.reshape(-1).expand(outputs).contiguous()
         form = packed.form("zentorch.int8", pack)
-        return unhidden(operator(input, form, scales, bias, is_weight_prepacked=True), input)
+        return propagate_nan(operator(input, form, scales, bias, is_weight_prepacked=True), input)
 
     return run
 

@@ -87,21 +87,21 @@ def _filled_up(
         return (product or functional.linear)(input, weight, bias=bias)
     outputs = weight.shape[-2]
     if input.requires_grad:
-        weight, bias = in_tiles(weight.mT)[0].mT, None if bias is None else in_tiles(bias)[0]
-    input, weight = in_tiles(input, weight)
+        weight, bias = padded(weight.mT)[0].mT, None if bias is None else padded(bias)[0]
+    input, weight = padded(input, weight)
     output = (product or functional.linear)(input, weight, bias=bias)
     return output if output.shape[-1] == outputs else output[..., :outputs].contiguous()
 
 
-def in_tiles(*rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows of as many numbers each, filled up with zeros to whole tiles where they are in bfloat16."""
+def padded(*rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows of one length, padded with zeros to a multiple of 32 where they are in bfloat16."""
     missing = -rows[0].shape[-1] % _TILE if rows[0].dtype is torch.bfloat16 else 0
     return tuple([functional.pad(each, (0, missing)) for each in rows]) if missing else rows
 
 
-def rows_for(facts: Facts) -> Callable[..., tuple[Tensor, ...]]:
-    """:func:`in_tiles` where the CPU has tiles, else what leaves rows as they are."""
-    return in_tiles if _TILES in facts.device.instruction_sets else lambda *rows: rows
+def padding_for(facts: Facts) -> Callable[..., tuple[Tensor, ...]]:
+    """:func:`padded` where the CPU has AMX, else what leaves rows as they are."""
+    return padded if _TILES in facts.device.instruction_sets else lambda *rows: rows
 
 
 def bmm_for(facts: Facts) -> Callable[[Tensor, Tensor], Tensor]:
@@ -110,7 +110,7 @@ def bmm_for(facts: Facts) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _bmm_filled_up(left: Tensor, right: Tensor) -> Tensor:
-    left, columns = in_tiles(left, right.mT)
+    left, columns = padded(left, right.mT)
     return torch.bmm(left, columns.mT)
 
 

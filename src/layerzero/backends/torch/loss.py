@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from layerzero.backends.gradients import Needed, from_kept, given_away, once, over_chunks, scaled, sizes, wide_product
 from layerzero.backends.torch.attention import FLOATS, TORCH, kernel
-from layerzero.backends.torch.cpu_half import rows_for
+from layerzero.backends.torch.cpu_half import padding_for
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
@@ -154,7 +154,7 @@ class _Loss:
 
 
 def _load_chunked(facts: Facts) -> Callable[..., Any]:
-    by_row, recording, in_tiles = facts["operation"] == BY_ROW, facts["requires_grad"], rows_for(facts)
+    by_row, recording, padded = facts["operation"] == BY_ROW, facts["requires_grad"], padding_for(facts)
 
     def run(
         hidden: Tensor,
@@ -171,7 +171,7 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         dtype, flat = out_dtype or hidden.dtype, target.reshape(-1)
-        hidden, weight = in_tiles(hidden, weight)
+        hidden, weight = padded(hidden, weight)
         counted = flat != ignore_index
         places = flat.masked_fill(~counted, 0).long()
         extra = counted.to(wide(hidden.dtype))
@@ -191,7 +191,7 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
             def chunk(rows: Tensor, part: slice, room: Tensor | None) -> Tensor:
                 return loss.chunk(rows, places[part], shares[0][part], shares[1][part], room)
 
-            return over_chunks(chunk, hidden, loss.weight, needed, cut, in_tiles)
+            return over_chunks(chunk, hidden, loss.weight, needed, cut, padded)
 
         def at_once(needed: Needed, hidden: Tensor, *_: Tensor | None) -> tuple[Tensor, Any]:
             losses, *gradients = all_of(hidden, (share, extra), needed)

@@ -84,11 +84,12 @@ def _load_int8_packed(facts: Facts) -> Callable[..., Any]:
     return by_rows(facts, run)
 
 
-def unhidden(output: Tensor, rows: Tensor) -> Tensor:
-    """The result on a CPU, with NaN for rows that hold NaN or infinity: libraries that round rows hide them.
+def propagate_nan(output: Tensor, rows: Tensor) -> Tensor:
+    """Write NaN into results of rows that hold NaN or infinity, in place; libraries that round rows lose both.
 
-    A sum takes a tenth of the time of a maximum. Where finite numbers add up to more than the dtype holds, every number
-    is looked at (2 us for a row of 2048, Intel Xeon, 2026-11-29).
+    An infinity gives NaN in the reference, too: its row has an infinite scale. A sum takes a tenth of the time of a
+    maximum. Where finite numbers add up to more than the dtype holds, every number is looked at (2 us for a row of
+    2048, Intel Xeon, 2026-11-29).
     """
     if not math.isfinite(rows.sum().item()):
         output.masked_fill_(~rows.isfinite().all(-1, keepdim=True), torch.nan)

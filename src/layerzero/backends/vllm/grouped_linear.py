@@ -218,7 +218,7 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
     def run(input: Tensor, weight: Tensor, weight_scale: Tensor, *, bias: Tensor | None = None) -> Tensor:
         rows = input if ndim == 2 else input.view(-1, features)
         codes, scale = quantized(rows)
-        if of_int8:  # the operator's own scale passes over NaN
+        if of_int8:  # the operator's own scale passes over NaN; 0 times NaN or infinity is NaN, as in the reference
             scale.add_(rows.abs().amax(-1, keepdim=True), alpha=0.0)
         output = rows.new_empty((len(rows), outputs))
         operator(output, codes, weight.t(), scale, on_boundary(weight_scale.reshape(-1)), bias)

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, ROUNDING, Product, by_rows, grouped, regrouped
 from layerzero.backends.shape_cache import small_alone
-from layerzero.backends.torch.quantized_linear import unhidden
+from layerzero.backends.torch.quantized_linear import propagate_nan
 from layerzero.backends.vllm.grouped_linear import int8_kernels
 from layerzero.backends.vllm_cpu.norm import SCRATCH, VLLM_CPU, build_for, instructions, operators
 from layerzero.core import limits as limit
@@ -122,7 +122,8 @@ def _load(facts: Facts) -> Callable[..., Any]:
         rows = input if ndim == 2 else input.view(-1, features)
         scales = weight_scale.reshape(-1).expand(outputs).contiguous()
         of_bias = None if bias is None else bias.to(torch.float32)
-        output = unhidden(operator(rows, packed.form("vllm.cpu.int8", pack), scales, of_bias, input.dtype, True), rows)
+        form = packed.form("vllm.cpu.int8", pack)
+        output = propagate_nan(operator(rows, form, scales, of_bias, input.dtype, True), rows)
         return output if ndim == 2 else output.view(*input.shape[:-1], -1)
 
     return run

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from layerzero.backends.grouped_weights import ALIKE, bytes_of
 from layerzero.backends.torch.cpu_half import has_tiles
-from layerzero.backends.torch.quantized_linear import unhidden
+from layerzero.backends.torch.quantized_linear import propagate_nan
 from layerzero.backends.vllm_cpu.linear import misread
 from layerzero.backends.vllm_cpu.norm import IN_THREE_DTYPES, SCRATCH, VLLM_CPU, build_for, instructions, operators
 from layerzero.core import limits as limit
@@ -172,7 +172,7 @@ def _load_fused(facts: Facts, owner: str, method: _Method) -> Callable[..., Tens
                 output, rows, first, second, shares, ids, method.number, *scales, method.block, *biases, *gate, True
             )
             if method.number == _INT8:
-                unhidden(output, rows)
+                propagate_nan(output, rows)
 
         return _around(run, input, ids, shares)
 

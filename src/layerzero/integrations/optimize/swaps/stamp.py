@@ -96,10 +96,10 @@ class Stamp:
         names, classes = _names_of(modules)
         self._classes = {cls: of_class(cls) for cls in dict.fromkeys((*map(type, modules), *classes))}
         self._names = [(space, name, _frozen(space[name])) for space, name in names if name in space]
-        self._lacks: dict[int, tuple[Any, set[str]]] = {}  # what code names of a module's objects that have it not
+        self._absent: dict[int, tuple[Any, set[str]]] = {}  # what code reads of objects that lack it until later
         for space, name in names:
             if name not in space:
-                self._lacks.setdefault(id(space), (space, set()))[1].add(name)
+                self._absent.setdefault(id(space), (space, set()))[1].add(name)
         self._dtypes = {str(each.dtype)[6:] for module in modules for each in module.parameters()}
         self._last: Last | None = None
 
@@ -145,7 +145,7 @@ class Stamp:
     def _is_same(self) -> bool:
         if any(not all(map(is_, of_class(cls), facts)) for cls, facts in self._classes.items()):
             return False
-        found = ((space, name, None) for space, names in self._lacks.values() for name in names & {*space})
+        found = ((space, name, None) for space, names in self._absent.values() for name in names & {*space})
         if not all(self._has(*each) for each in (*self._names, *found)):
             return False
         if self._whole and not all(map(_has_its_forward, self._modules[1:])):
@@ -178,7 +178,7 @@ class Stamp:
                     _gather(value, dicts, lists)
         for space, name in named:
             _gather(space.get(name), dicts, lists)
-        sizes = [(space, places(space, ()), ()) for space, _ in self._lacks.values()]
+        sizes = [(space, places(space, ()), ()) for space, _ in self._absent.values()]
         return (
             tuple(part for each in self._modules for part in (each, type(each))),
             versions,
