@@ -224,6 +224,23 @@ def test_layers_called_alone_and_in_another_order(mode: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["Olmoe", "Qwen2"])
+def test_a_window_that_no_mask_says_hides_nothing(kind: str) -> None:
+    """OLMoE's attention is told a window, and its mask hides the future alone; torch's function reads the mask."""
+    model = made(kind, sliding_window=6)
+    given = tokens(2, 17)
+    told = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    report = lz.optimize(model)
+    assert "attention" in {each.kind for each in report.replaced}
+    for each in model.model.layers:
+        each.self_attn.sliding_window = 6  # as a layer that was taken from another place
+    got = model.generate(given, **told)
+    report.undo()
+    expected = model.generate(given, **told)
+    assert torch.equal(got.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "function", mostly(["norm.add_rms", "mlp.fused.gated", "posenc.rope.inplace"], {"norm.add_rms"})
 )

@@ -313,6 +313,20 @@ def test_a_model_whose_cache_keeps_latents_takes_no_steps(where: str) -> None:
     assert torch.equal(got, expected)
     assert "latent" in state_of(report).refused
     assert state_of(report).graphs == 0
+    assert state_of(report).bytes == 0, "no step reads that memory any more"
+
+
+def test_attention_that_is_told_a_window_where_its_cache_has_none_is_no_step(where: str) -> None:
+    """Stock's mask says what a token sees, and what the module was told hides nothing."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    model, ids = transformers.Qwen2ForCausalLM(config).eval(), tokens(2, 9)  # a window in the second layer alone
+    expected = greedy(model, ids, 12)
+    report = lz.optimize(model, graph=True)
+    model.model.layers[0].self_attn.sliding_window = 6
+    with pytest.warns(lz.LayerZeroWarning, match="window of None, got 6"):
+        assert torch.equal(greedy(model, ids, 12), expected)
+    assert "window" in state_of(report).refused
 
 
 def test_a_step_that_fails_otherwise_than_the_models_own_code_runs_as_it_is(

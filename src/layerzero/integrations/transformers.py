@@ -207,7 +207,8 @@ def attention_forward(
     Shapes: query (B, H, S_q, D), key and value (B, K, S_k, D), H a multiple of K → (B, S_q, H, D_v)
     Args:
         is_causal: the module's own flag where it is None; no effect with a mask or with one query.
-        sliding_window: keys that a query sees, itself included. A mask says it already and then it is not read.
+        sliding_window: keys that a query sees, itself included. Not read where a mask says it already, nor where
+            ``lz.optimize`` exchanged torch's function, which does not read it.
         position_bias: added to the scores.
         indices: of the keys that each query selects (B, S_q, count), besides what the mask hides: DeepSeek-V3.2's.
     Returns: the output, and None for the attention weights. Where ``lz.optimize`` exchanged the attention and a call
@@ -219,6 +220,7 @@ def attention_forward(
         attention_mask is None
         and not torch.compiler.is_compiling()
         and (query.shape[2] == 1) is True  # a tensor in torch.jit.trace, for programs without LayerZero
+        and (sliding_window is None or key.shape[2] <= sliding_window)
         and _IDLE.issuperset(kwargs)
         and not dropout
         and position_bias is None
@@ -227,10 +229,7 @@ def attention_forward(
         and ONE_TOKEN.get() is None
         and not torch._C._is_any_autocast_enabled()
     ):  # all that follows looks at what such a call has not, which took 13 us of each layer's step (EPYC, 2026-11-27)
-        window = (sliding_window - 1, 0) if sliding_window is not None and key.shape[2] > sliding_window else None
-        one: Tensor = lz.attention(
-            query, key, value, False, scaling, layout="BHSD", window=window, softcap=softcap, sinks=s_aux
-        )
+        one: Tensor = lz.attention(query, key, value, False, scaling, layout="BHSD", softcap=softcap, sinks=s_aux)
         return one.transpose(1, 2).contiguous(), None
     if "cache" in kwargs and transformers_patches.is_of_a_batch(kwargs):
         key, value = transformers_patches.keys_of(module, key, value, attention_mask, kwargs)
@@ -260,6 +259,8 @@ def attention_forward(
             raise InvalidCallError("lz.optimize(graph=True)", [problem])
         told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return one_token(query, key, value, scaling, told), None
+    if attention_mask is not None or (packed is None and EXCHANGED in vars(module)):  # torch's reads masks alone
+        sliding_window = None
     marked = attention_mask if position_bias is None else None  # a bias needs all of the mask
     if marked is not None and (seen := transformers_patches.keys_seen(marked, q_length)):
         attention_mask, is_causal = None, True
@@ -269,7 +270,7 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = q_length > 1 and attention_mask is None and causal
     window = None
-    if attention_mask is None and sliding_window is not None and kv_length > sliding_window:
+    if sliding_window is not None and kv_length > sliding_window:
         window = (sliding_window - 1, 0 if causal or q_length == 1 else sliding_window - 1)
     if causal and q_length > kv_length:  # sdpa aligns top-left
         attention_mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=query.device).tril()
@@ -318,17 +319,16 @@ def attend_one(
     key: Tensor,
     value: Tensor,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    **_: Any,
 ) -> Tensor:
-    """What :func:`attention_forward` gives for one query a sequence and no mask: (B, 1, H, D) of (B, S, heads, D).
+    """What :func:`attention_forward` gives for a query from which nothing hides keys: (B, 1, H, D) of (B, S, heads, D).
 
     Tensors as they lie, so that no kernel of this layout needs views: six of them took an H200's host 8 us, and the
     checks of other calls 7 (2026-11-24).
     """
-    window = (sliding_window - 1, 0) if sliding_window is not None and key.shape[1] > sliding_window else None
-    return lz.attention(query, key, value, False, scaling, layout="BSHD", window=window, softcap=softcap, sinks=s_aux)
+    return lz.attention(query, key, value, False, scaling, layout="BSHD", softcap=softcap, sinks=s_aux)
 
 
 def _is_the_compilers(module: torch.nn.Module, query: Tensor, key: Tensor) -> bool:

@@ -87,6 +87,7 @@ class Heads(CodedParts):
         self.joined: Joined | None = None
         self.biases: Joined | None = None
         self._told_little = ALONE.issuperset(self.told)
+        self._window: int | None = self.told.get("sliding_window")
 
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:
         """Join the weights of queries, keys and values."""
@@ -218,6 +219,8 @@ class Heads(CodedParts):
     def _is_alone(self, rows: Tensor, key: Tensor) -> bool:
         """Whether one query without a mask is all that there is to attend to: nothing compares, captures or adds."""
         if not self._told_little or self.setting != NAME or ONE_TOKEN.get() is not None:
+            return False
+        if self._window is not None and key.shape[2] > self._window:  # attention_forward says what it hides
             return False
         return key.shape[0] == rows.shape[0]
 

@@ -320,8 +320,8 @@ def _step_layer() -> Any:
 
 def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
     """What attention was given, for LayerZero's functions; whose keys these are says which window is meant."""
-    window, (slides, own) = named["sliding_window"], held.windows[_number(held.memory, key)]
-    if slides and own != window:
+    window, (_, own) = named["sliding_window"], held.windows[_number(held.memory, key)]
+    if own != window:
         wanted = f"wanted attention that is told its window of {own}, got {window}"
         raise InvalidCallError("lz.optimize(graph=True)", [wanted])
     return {"window": None if window is None else (window - 1, 0), "softcap": named["softcap"]}

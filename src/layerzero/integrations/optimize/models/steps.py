@@ -165,6 +165,8 @@ class Steps(State):
         captured gets no steps any more; a device without memory, or whatever else happened, counts for this step.
         """
         with self._turns.turn(ids.device):
+            for batch in tuple(self._memories) if self.refused else ():  # no step will read them
+                self._forget(batch)
             why = self.refused or self._why_not(named) or self._other_batch(ids, dynamic_cache.cache_in(named))
             if not why:
                 try:
