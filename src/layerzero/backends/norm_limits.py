@@ -47,18 +47,21 @@ def _bounds_sizes(limit: BoundsSizes, call: SizedCall) -> Iterable[Condition] | 
 
 @dataclass(frozen=True, slots=True)
 class ElementsBelow(BoundsSizes):
-    """Fewer elements than this: the kernel computes where a row starts in 32 bits, and is wrong in silence beyond."""
+    """Fewer elements than this: the kernel computes where a row starts in 32 bits, and is wrong in silence beyond.
+
+    ``hint`` says what a library does beyond, and in which version.
+    """
 
     bound: int
     sizes: tuple[str, ...] = ("rows", "hidden")
+    hint: str = ""
 
     def check(self, facts: Facts) -> limit.Findings:
         got = math.prod(facts.size(name) for name in self.sizes)
         if got < self.bound:
             return ()
-        return (
-            limit.Finding(Reason(ReasonCode.CONSTRAINT_FAILED, " * ".join(self.sizes), f"below {self.bound}", got)),
-        )
+        names, wanted = " * ".join(self.sizes), f"below {self.bound}"
+        return (limit.Finding(Reason(ReasonCode.CONSTRAINT_FAILED, names, wanted, got, self.hint)),)
 
     def facts_named(self) -> tuple[str, ...]:
         return self.sizes

@@ -155,17 +155,25 @@ def _reference(*tensors: Tensor, **arguments: Any) -> Tensor:
     return output.transpose(1, 2)
 
 
+_FARTHEST = 2**31 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class RowsApart(limit.OfTensors):
-    """Queries, keys and values have dense rows that do not overlap; repairable by a copy.
+    """Queries, keys and values have dense rows that do not overlap, in reach of 32 bits; repairable by a copy.
 
     Rows closer than head_dim (sliding windows) give arbitrary numbers, a stride of 0 raises, even that of a single row.
+    Rows 2**31 elements apart and more gave other numbers (EPYC Zen 4, 2.13.0.2, 2026-11-30); heads of keys may be.
     """
 
     def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
         heads = tensor.strides[1] if name == "query" else tensor.shape[3]  # a group's heads become its rows
         if tensor.strides[3] == 1 and min(tensor.strides[2], heads) >= tensor.shape[3]:
-            return None
+            if max(tensor.strides[2], heads) <= _FARTHEST:
+                return None
+            hint = "zentorch 2.13.0.2 keeps that stride in 32 bits, and reads elsewhere beyond"
+            wanted, got = f"rows at most {_FARTHEST} elements apart", f"strides {tensor.strides}"
+            return Reason(ReasonCode.NOT_CONTIGUOUS, name, wanted, got, hint)
         return Reason(ReasonCode.NOT_CONTIGUOUS, name, "rows one after another", f"strides {tensor.strides}")
 
     def describe(self) -> str:
@@ -176,9 +184,9 @@ class RowsApart(limit.OfTensors):
 def _rows_apart(limit: RowsApart, call: SizedCall) -> Iterable[Condition]:
     for name in ("query", "key", "value"):  # that the last stride is 1 is in the coarse key
         (_, heads, rows, _), head_dim = call.kernel_axes(name), call.facts.tensors[name].shape[3]
-        yield WITHIN, (call.operand(name, rows, stride=True),), (head_dim, 2**62)
+        yield WITHIN, (call.operand(name, rows, stride=True),), (head_dim, _FARTHEST)
         if name == "query":
-            yield WITHIN, (call.operand(name, heads, stride=True),), (head_dim, 2**62)
+            yield WITHIN, (call.operand(name, heads, stride=True),), (head_dim, _FARTHEST)
 
 
 def _scale(facts: Facts) -> Reason | None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.shape_cache import GRAIN
 from layerzero.backends.torch.aot_inductor import (
     VERSIONS,
@@ -185,13 +186,9 @@ class _Gelu(torch.nn.Module):
 def _load_gelu(facts: Facts) -> Callable[..., Any]:
     name = _gelu_name(facts)
     few, many = _GELUS.get(name, lambda: [loaded(path) for _, path in parts_of(name, lambda: _build_gelu(facts))])
-    most = _GELU_RANGES[-1][1]
 
     def run(input: Tensor, *, approximate: str) -> Tensor:
-        elements = input.numel()
-        if elements > most:
-            raise RuntimeError(f"built for {most} elements at most, got {elements}")
-        return (few if elements < GRAIN else many)([input.view(-1)])[0].view(input.shape)
+        return (few if input.numel() < GRAIN else many)([input.view(-1)])[0].view(input.shape)
 
     return run
 
@@ -235,6 +232,7 @@ KERNELS = (
         limit.dtype("float32", "float16", "bfloat16"),
         limit.one_of("approximate", "tanh"),
         limit.dim("features", multiple=8),
+        ElementsBelow(2**31, ("rows", "features"), f"It is built for {_GELU_RANGES[-1][1]} elements at most"),
         limit.contiguous("input"),
         accepts=("approximate",),
         build_key=lambda facts: facts["dtype"],

@@ -30,10 +30,19 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.grouped_weights import ALIKE, bytes_of
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.torch.cpu_half import has_tiles
 from layerzero.backends.torch.quantized_linear import propagate_nan
 from layerzero.backends.vllm_cpu.linear import misread
-from layerzero.backends.vllm_cpu.norm import IN_THREE_DTYPES, SCRATCH, VLLM_CPU, build_for, instructions, operators
+from layerzero.backends.vllm_cpu.norm import (
+    IN_32_BITS,
+    IN_THREE_DTYPES,
+    SCRATCH,
+    VLLM_CPU,
+    build_for,
+    instructions,
+    operators,
+)
 from layerzero.core import limits as limit
 from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import Facts
@@ -61,6 +70,17 @@ def _many_rows(facts: Facts) -> Reason | None:
     wanted = f"at most about {2 ** (_MANY_BITS - 1) - 1} in bfloat16"
     return Reason(ReasonCode.CONSTRAINT_FAILED, "rows of an expert", wanted, f"about {2 ** (bits - 1)}")
 
+
+_IN_REACH = tuple(
+    ElementsBelow(2**31, sizes, IN_32_BITS)
+    for sizes in (
+        ("experts", "hidden", "joined_features"),
+        ("tokens", "top_k", "hidden"),
+        ("tokens", "top_k", "inner_features"),
+    )
+)
+"""``cpu_fused_moe`` ended the process with 66 experts of 8192 x 4096, and with 66,000 tokens of eight experts and 4096
+numbers a row; 33,000 tokens were right (EPYC Zen 4, 2026-11-30)."""
 
 _BIASES = ("gate_up_bias", "down_bias")
 
@@ -248,6 +268,7 @@ KERNELS = (
         _load,
         *IN_THREE_DTYPES,
         limit.Custom("few rows an expert in bfloat16", _many_rows),
+        *_IN_REACH,
         limit.one_of("alpha", ALPHA),
         limit.one_of("limit", LIMIT),
         *limit.dims("hidden", "inner_features", multiple=32),

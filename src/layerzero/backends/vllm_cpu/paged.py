@@ -32,7 +32,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.vllm_cpu.norm import IN_THREE_DTYPES, SCRATCH, VLLM_CPU, build_for, instructions, operators
+from layerzero.backends.norm_limits import ElementsBelow
+from layerzero.backends.vllm_cpu.norm import (
+    IN_32_BITS,
+    IN_THREE_DTYPES,
+    SCRATCH,
+    VLLM_CPU,
+    build_for,
+    instructions,
+    operators,
+)
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode
@@ -293,6 +302,14 @@ def _load(facts: Facts) -> Callable[..., Any]:
     return run
 
 
+_IN_REACH = (
+    ElementsBelow(2**31 // 576, ("pages", "page_size"), IN_32_BITS),  # of 512 and 64 numbers each
+    ElementsBelow(2**31 // 576, ("batch", "heads"), IN_32_BITS),
+    ElementsBelow(2**31, ("batch", "max_blocks"), IN_32_BITS),
+)
+"""A cache of 2**31 elements ended the process, one of 2**33 gave other numbers (EPYC Zen 4, 2026-11-30)."""
+
+
 _over_pages = functools.partial(VLLM_CPU.kernel, layout="HND", priority=60)
 
 KERNELS = (
@@ -362,6 +379,7 @@ KERNELS = (
         limit.dim("page_size", one_of=(16,)),
         limit.dim("seq_q", one_of=(1,)),
         COLUMNS_OF_ONE,
+        *_IN_REACH,
         limit.contiguous("block_tables", "context_lens"),
         accepts=("scale",),
         priority=55,

