@@ -54,6 +54,9 @@ def test_longer_sequences_get_graphs_of_their_own_and_more_memory(where: str) ->
     assert torch.equal(greedy(model, ids, 40), expected[0])
     assert not state_of(report).left
     assert report.extra_bytes >= state_of(report).bytes
+    assert f"; {state_of(report).bytes / 1e6:.1f} MB of keys and values in steps" in str(report)
+    forms = report.weight_bytes + report.extra_bytes - state_of(report).bytes
+    assert f"{forms / 1e6:.1f} MB with packed forms" in str(report)
 
 
 def test_buckets_hold_a_length_and_waste_no_more_than_half() -> None:
