@@ -143,6 +143,7 @@ def test_other_shapes_run_what_the_module_ran_before(monkeypatch: pytest.MonkeyP
         assert kinds(report) == ({"block", "compiled"} if seconds == 0.1 else {"block"})
         compiled = [each.swap.state for each in report.replaced if each.kind == "compiled"]
         assert [each.bytes for each in compiled] == [4 * (2 * 8 * 16 + 24 + 1000)] * len(compiled)
+        assert ("MB of copies of weights in compiled calls" in str(report)) == bool(compiled)
         library.calls, blocks[:] = 0, []
         torch.testing.assert_close(model(x), wanted[0])
         assert (library.calls, len(blocks)) == ((1, 0) if seconds == 0.1 else (0, 1))

@@ -262,7 +262,8 @@ def attention_forward(
     if attention_mask is not None or (packed is None and EXCHANGED in vars(module)):  # torch's reads masks alone
         sliding_window = None
     marked = attention_mask if position_bias is None else None  # a bias needs all of the mask
-    if marked is not None and (seen := transformers_patches.keys_seen(marked, q_length)):
+    fits = marked is not None and key.shape[2] <= marked.shape[-1]  # else it is a mask of other keys: an error
+    if marked is not None and fits and (seen := transformers_patches.keys_seen(marked, q_length)):
         attention_mask, is_causal = None, True
         if q_length > 1:
             key, value = key[:, :, :seen], value[:, :, :seen]

@@ -71,7 +71,10 @@ class Steps(State):
     Attributes:
         left: why calls with one token ran without a graph, and how many.
         refused: why none is captured any more; empty while they are.
+        keeps: what its bytes are, for the report.
     """
+
+    keeps = "keys and values in steps"
 
     def __init__(self, model: Module) -> None:
         super().__init__()

@@ -27,9 +27,6 @@ NO_TIME = "no time was left to check it (budget_s)"
 BY_CALL = "by call"
 """The kernel of what no few rows can say."""
 
-_NO_FORMS = {"step": "keys and values in steps", "compiled": "copies of weights in compiled calls"}
-"""Kinds of what keeps memory that is no packed form, and what lies there."""
-
 BUSY = 0.9  # of its time a thread has a core on an idle machine; with less, gains are noise
 
 PADDING = (
@@ -279,15 +276,12 @@ class Optimized:
         swaps = [each.exchange for each in self.replaced if isinstance(each.exchange, Swap)]
         return [each.state for each in swaps if each.is_on]
 
-    def _bytes_of(self, kind: str) -> int:
-        swaps = [each.exchange for each in self.replaced if each.kind == kind and isinstance(each.exchange, Swap)]
-        return sum(each.state.bytes for each in swaps if each.is_on)
-
     def _memory(self) -> str:
         """What weights take, what comes of which forms, and what had no room."""
-        weights, extra = self.weight_bytes, self.extra_bytes
-        others = {told: self._bytes_of(kind) for kind, told in _NO_FORMS.items()}
-        extra -= sum(others.values())
+        weights, others = self.weight_bytes, Counter[str]()
+        for state in self._states_on:
+            others[getattr(state, "keeps", "")] += state.bytes  # what is no packed form has a name
+        extra = others.pop("", 0)
         text = f"memory: {weights / 1e6:.1f} MB of weights before, {(weights + extra) / 1e6:.1f} MB with packed forms"
         packs = self.packs
         text += ", which are made when a kernel first wants one" if packs and not extra else ""
