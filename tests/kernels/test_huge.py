@@ -88,3 +88,17 @@ def test_experts_beyond_32_bits_go_elsewhere(sizes, wanted):
     call = meta(given["tokens"], 4096, dtype=torch.float32), gate_up, down, ids, shares
     found = refused("vllm.cpu.experts_packed", "moe_experts", *call, **packed)
     assert [each.fact for each in found] == wanted
+
+
+@pytest.mark.parametrize(("outputs", "wanted"), [
+    (655_359, []), (655_360, ["out_features * in_features"]), (2**30, ["out_features * in_features"]),
+])  # fmt: skip
+@pytest.mark.parametrize(("kernel", "activations"), [("codes_linear", None), ("codes_linear_int8", "int8")])
+def test_codes_beyond_the_bytes_of_a_model_go_elsewhere(kernel, activations, outputs, wanted):
+    """onnx 1.23.2 raised for a model of 2**31 bytes, after it had copied the codes."""
+    small = lz.quantize_weight(torch.ones(32, 4096), "int4", group_size=128)
+    fields = [None if each is None else meta(outputs, *each.shape[1:], dtype=each.dtype) for each in small.fields]
+    weight = lz.QuantizedWeight.unchecked(small.format, (outputs, 4096), type(small.fields)(*fields))
+    call = meta(2, 4096, dtype=torch.float32), weight
+    found = refused(f"onnxruntime.{kernel}", "quantized_linear", *call, activations=activations)
+    assert [each.fact for each in found] == wanted

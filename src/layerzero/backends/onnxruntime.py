@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends import grouped_weights
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend
@@ -158,6 +159,13 @@ def _load_gelu(facts: Facts) -> Callable[..., Any]:
 
 _GROUPS = (256, 128, 64, 32, 16)
 
+_OF_A_MODEL = "onnx 1.23.2 writes no model of 2**31 bytes, in which codes and scales lie"
+
+
+def _codes_below(most: int) -> limit.Limit:
+    """Codes and scales that a model holds: with groups of 16, 0.78 bytes a number of four bits and 1.25 of eight."""
+    return ElementsBelow(most, ("out_features", "in_features"), _OF_A_MODEL)
+
 
 def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, grouped_weights.Product]:
     """Accuracy 1 computes in float32; 4 rounds each group of a row to int8, and takes bfloat16, too."""
@@ -258,6 +266,7 @@ KERNELS = (
         45,
         limit.dtype("float32", "float16"),
         grouped_weights.IN_FOUR_BITS,
+        _codes_below(5 * 2**29),
         *limit.dims("weight_group", "in_features", multiple=16),
     ),
     grouped_weights.grouped(
@@ -267,6 +276,7 @@ KERNELS = (
         55,
         limit.dtype("float32", "float16", "bfloat16"),
         grouped_weights.IN_FOUR_BITS,
+        _codes_below(5 * 2**29),
         *limit.dims("weight_group", "in_features", multiple=16),
         operations=grouped_weights.ROUNDING,
     ),
@@ -277,6 +287,7 @@ KERNELS = (
         55,
         limit.dtype("float32", "bfloat16"),
         limit.one_of("weight_kind", *WHOLE),
+        _codes_below(3 * 2**29),
         operation="gguf",
         operations=grouped_weights.ROUNDING_GGUF,
     ),
