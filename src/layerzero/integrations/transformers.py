@@ -320,9 +320,9 @@ def attend_one(
     key: Tensor,
     value: Tensor,
     scaling: float | None = None,
+    sliding_window: int | None = None,  # the caller saw that it hides nothing
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
 ) -> Tensor:
     """What :func:`attention_forward` gives for a query from which nothing hides keys: (B, 1, H, D) of (B, S, heads, D).
 
