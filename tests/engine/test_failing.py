@@ -51,9 +51,7 @@ def test_words_of_an_enumeration_are_those_that_they_stand_for():
     torch.testing.assert_close(lz.gelu(rows, approximate=Kind.TANH), wanted)
     torch.testing.assert_close(lz.gelu(rows, approximate=np.str_("tanh")), wanted)
     assert ENGINE.health.breakers() == {}
-    with pytest.raises(
-        lz.InvalidCallError, match=r"eps: wanted float, got np.float32\(0.5\); .item\(\) gives its number"
-    ):
+    with pytest.raises(lz.InvalidCallError, match=r"eps: wanted float, got .*0\.5\)?; \.item\(\) gives its number"):
         lz.rms_norm(rows, None, np.float32(0.5))
 
 

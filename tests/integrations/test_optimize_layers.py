@@ -241,6 +241,22 @@ def test_a_window_that_no_mask_says_hides_nothing(kind: str) -> None:
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
 
 
+def test_a_chosen_window_holds_over_a_prompt_in_parts() -> None:
+    lz.register_with_transformers()
+    model, given = made("Olmoe", sliding_window=6), tokens(2, 17)
+    model.set_attn_implementation("layerzero")
+    for each in model.model.layers:
+        each.self_attn.sliding_window = 6
+    with torch.no_grad():
+        whole = model(given).logits
+        cache = transformers.DynamicCache()
+        model(given[:, :9], past_key_values=cache)
+        last = model(given[:, 9:], past_key_values=cache).logits
+        free = model.set_attn_implementation("sdpa") or model(given).logits
+    torch.testing.assert_close(last, whole[:, 9:], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(whole, free, atol=1e-2), "the window hides something"
+
+
 @pytest.mark.parametrize(
     "function", mostly(["norm.add_rms", "mlp.fused.gated", "posenc.rope.inplace"], {"norm.add_rms"})
 )

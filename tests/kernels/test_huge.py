@@ -59,6 +59,7 @@ def test_latent_caches_beyond_32_bits_go_elsewhere(pages, refusals):
 
 @pytest.mark.parametrize(("axis", "step", "refusals"), [
     (1, 2**31 - 1, []), (1, 2**31, ["query", "key", "value"]), (1, 2**40, ["query", "key", "value"]), (0, 2**40, []),
+    (2, 2**31 - 1, []), (2, 2**31, ["query"]),
 ])  # fmt: skip
 def test_rows_too_far_apart_for_zentorchs_attention_are_copied(axis, step, refusals):
     """Its product keeps a stride of rows in 32 bits: results were 1.25 off, without an error (2.13.0.2)."""

@@ -243,7 +243,7 @@ def test_no_pool_of_memory_ends_and_the_next_buffer_of_its_size_takes_it(library
             made.append(weakref.ref(self))
 
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
-    arenas._SPARE.clear()
+    monkeypatch.setattr(arenas, "_SPARE", {})
     for size in (8, 1 << 20, 8):
         call(library, torch.neg, torch.ones(size))
     assert len(made) == 4

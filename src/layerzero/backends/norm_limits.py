@@ -47,7 +47,7 @@ def _bounds_sizes(limit: BoundsSizes, call: SizedCall) -> Iterable[Condition] | 
 
 @dataclass(frozen=True, slots=True)
 class ElementsBelow(BoundsSizes):
-    """Fewer elements than this: the kernel computes where a row starts in 32 bits, and is wrong in silence beyond.
+    """Fewer elements than this: beyond, a library's offsets leave 32 bits, or what it writes has no room.
 
     ``hint`` says what a library does beyond, and in which version.
     """

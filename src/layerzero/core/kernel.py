@@ -252,9 +252,9 @@ class Kernel:
         widens: of a kernel that computes half precision in float32: whether that pays for such a call where the CPU
             emulates the dtype. Sizes that vary within a plan (rows, a batch) are read by class alone; equal ones
             (channels) as they are. None for every other kernel.
-        proved_first: whether it is refused until ``layerzero vet`` proved it, since it never ran on such a device or
-            works on a form of its own of what a call names (a converted tokenizer). A function of the facts reads those
-            alone that tell a verdict's class.
+        proved_first: whether it is refused until ``layerzero vet`` proved it. Such a kernel never ran on such a device,
+            or works on a form of its own of what a call names (a converted tokenizer). A function of the facts reads
+            those alone that tell a verdict's class.
         stock: whether torch's own function for the operation runs this kernel for such a call. No library replaces
             stock by priority alone. It may read no size. Set it for kernels of torch itself only.
         trust: why it may run here; ``UNTRIED`` where it could not run yet. The registry sets that of a plugin.

@@ -208,7 +208,7 @@ def attention_forward(
     Args:
         is_causal: the module's own flag where it is None; no effect with a mask or with one query.
         sliding_window: keys that a query sees, itself included. Not read where a mask says it already, nor where
-            ``lz.optimize`` exchanged torch's function, which does not read it.
+            ``lz.optimize`` exchanged torch's function, which does not read it; packed rows read it.
         position_bias: added to the scores.
         indices: of the keys that each query selects (B, S_q, count), besides what the mask hides: DeepSeek-V3.2's.
     Returns: the output, and None for the attention weights. Where ``lz.optimize`` exchanged the attention and a call
@@ -236,7 +236,8 @@ def attention_forward(
     strange = () if _SERVED.issuperset(kwargs) else _strange(kwargs)
     trains = query.requires_grad and torch.is_grad_enabled()
     theirs = strange or written() or (trains and has_float_mask(getattr(module, "config", None)))
-    if theirs and EXCHANGED in vars(module):
+    exchanged = vars(module).get(EXCHANGED) is not None  # None where torch.load made the module
+    if theirs and exchanged:
         if indices is not None:
             attention_mask = selected(attention_mask, indices, key.shape[2])
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
@@ -259,11 +260,10 @@ def attention_forward(
             raise InvalidCallError("lz.optimize(graph=True)", [problem])
         told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return one_token(query, key, value, scaling, told), None
-    if attention_mask is not None or (packed is None and EXCHANGED in vars(module)):  # torch's reads masks alone
-        sliding_window = None
+    sliding_window = None if exchanged and packed is None else sliding_window  # torch's function reads masks alone
     marked = attention_mask if position_bias is None else None  # a bias needs all of the mask
-    fits = marked is not None and key.shape[2] <= marked.shape[-1]  # else it is a mask of other keys: an error
-    if marked is not None and fits and (seen := transformers_patches.keys_seen(marked, q_length)):
+    seen = 0 if marked is None else transformers_patches.keys_seen(marked, q_length)
+    if marked is not None and seen and key.shape[2] <= marked.shape[-1]:  # else it is a mask of other keys: an error
         attention_mask, is_causal = None, True
         if q_length > 1:
             key, value = key[:, :, :seen], value[:, :, :seen]
@@ -271,7 +271,7 @@ def attention_forward(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = q_length > 1 and attention_mask is None and causal
     window = None
-    if sliding_window is not None and kv_length > sliding_window:
+    if attention_mask is None and sliding_window is not None and kv_length > sliding_window:
         window = (sliding_window - 1, 0 if causal or q_length == 1 else sliding_window - 1)
     if causal and q_length > kv_length:  # sdpa aligns top-left
         attention_mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=query.device).tril()

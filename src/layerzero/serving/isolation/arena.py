@@ -143,7 +143,7 @@ _LINE = 64  # of an address: tensors keep it, so that a vector load finds them a
 
 
 _SPARE: dict[tuple[torch.device, int], list[Any]] = {}
-"""Pools whose buffer is gone, by the buffer's size.
+"""Pools whose buffer is gone, by its device and size.
 
 None ever ends: torch ends the process where a pool does while any stream captures, or after a capture was lost
 (``synchronize_and_free_events`` of c10/cuda, torch 2.11, H200, 2026-11-30). The next buffer of that size takes one.

@@ -367,7 +367,7 @@ def unable(kernel: Kernel, policy: Policy) -> tuple[str, object, object, str] | 
 
 
 ENDING = "layerzero-isolation-ends"
-"""The name of threads that end a process. It takes seconds on a GPU, and a change of settings does not wait for it."""
+"""The name of threads that end a process: seconds on a GPU. A change of settings waits for it only without threads."""
 
 
 def _end_old() -> None:

@@ -121,7 +121,6 @@ class Compiled(State):
     Attributes:
         engines: by what a call looks like.
         copy_bytes: about what a library's own copy of the weights takes.
-        keeps: what its bytes are, for the report.
     """
 
     keeps = "copies of weights in compiled calls"

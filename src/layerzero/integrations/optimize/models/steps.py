@@ -71,7 +71,6 @@ class Steps(State):
     Attributes:
         left: why calls with one token ran without a graph, and how many.
         refused: why none is captured any more; empty while they are.
-        keeps: what its bytes are, for the report.
     """
 
     keeps = "keys and values in steps"
@@ -168,8 +167,8 @@ class Steps(State):
         captured gets no steps any more; a device without memory, or whatever else happened, counts for this step.
         """
         with self._turns.turn(ids.device):
-            for batch in tuple(self._memories) if self.refused else ():  # no step will read them
-                self._forget(batch)
+            if self.refused:  # no step will read them
+                self._forget_unheld()
             why = self.refused or self._why_not(named) or self._other_batch(ids, dynamic_cache.cache_in(named))
             if not why:
                 try:
@@ -189,9 +188,7 @@ class Steps(State):
         text = in_short(error)
         if any(isinstance(each, torch.OutOfMemoryError) for each in _chain(error)):
             why = f"the device had no memory for it: {text}"
-            for batch, memory in tuple(self._memories.items()):
-                if memory.held is None or not memory.held.layers:  # others would be copied
-                    self._forget(batch)
+            self._forget_unheld()
         elif not captured or isinstance(error, _UNCAPTURABLE):
             self.refused = why = f"it could not be captured: {text}"
         else:
@@ -231,6 +228,11 @@ class Steps(State):
                 self._forget(gone, unless=cache)
             memory = self._memories[batch] = Memory(cache, bucket(length + PAGE // 2), self._turns)
         return memory.take(cache)
+
+    def _forget_unheld(self) -> None:
+        for batch, memory in tuple(self._memories.items()):
+            if memory.held is None or not memory.held.layers:  # others would be copied
+                self._forget(batch)
 
     def _forget(self, batch: int, unless: Any = None) -> None:
         memory = self._memories.pop(batch, None)

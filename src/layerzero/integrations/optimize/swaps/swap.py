@@ -115,8 +115,8 @@ class State:
         sets: what the module has on itself while the new forward is on it, and had not before.
         asks: whether calls ask for the stamp.
         first: the name of the first argument of the module's own forward.
-        over: what lies over it (:class:`~layerzero.integrations.optimize.models.compiled.Over`), and the forward
-            beneath.
+        over: what lies over it (:class:`~...models.compiled.Over`), and the forward beneath.
+        keeps: what its bytes are, for the report; empty for packed forms.
     """
 
     stamp: Stamp | None = None
@@ -125,7 +125,7 @@ class State:
     many = FROM_MANY
     called: Module | None = None
     asks = True
-    first = ""
+    first = keeps = ""
     over: tuple[State, Forward] | None = None
 
     def __init__(self, covers: Iterable[tuple[str, Module]] = ()) -> None:

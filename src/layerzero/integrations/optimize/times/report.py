@@ -280,7 +280,7 @@ class Optimized:
         """What weights take, what comes of which forms, and what had no room."""
         weights, others = self.weight_bytes, Counter[str]()
         for state in self._states_on:
-            others[getattr(state, "keeps", "")] += state.bytes  # what is no packed form has a name
+            others[state.keeps] += state.bytes  # what is no packed form has a name
         extra = others.pop("", 0)
         text = f"memory: {weights / 1e6:.1f} MB of weights before, {(weights + extra) / 1e6:.1f} MB with packed forms"
         packs = self.packs
