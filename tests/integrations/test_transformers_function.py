@@ -276,7 +276,7 @@ class Cross(Module):
 
     def __init__(self) -> None:
         super().__init__(is_causal=False)
-        vars(self)[integration.EXCHANGED] = None
+        vars(self)[integration.EXCHANGED] = "what it had"
 
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
         return integration.attention_forward(self, *given, None, is_causal=False)[0]

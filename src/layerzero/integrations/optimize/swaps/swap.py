@@ -115,7 +115,7 @@ class State:
         sets: what the module has on itself while the new forward is on it, and had not before.
         asks: whether calls ask for the stamp.
         first: the name of the first argument of the module's own forward.
-        over: what lies over it (:class:`~...models.compiled.Over`), and the forward beneath.
+        over: :class:`~layerzero.integrations.optimize.models.compiled.Over` that lies over it, and the forward beneath.
         keeps: what its bytes are, for the report; empty for packed forms.
     """
 
