@@ -119,27 +119,26 @@ def attention_times(config: Any) -> list[float]:
 
     LayerZero writes keys and values in it; vLLM's own backend does so just before, which counts here.
     """
-    times: list[float] = []
+    times, spent_us = list[float](), [0.0]
+
+    def timed(compute: Any, *, ends: bool) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            result = compute(*args, **named)
+            spent_us[0] += 1e6 * (time.perf_counter() - began)
+            if ends:
+                times.append(spent_us[0])
+                spent_us[0] = 0.0
+            return result
+
+        return call
+
     layers = config.compilation_config.static_forward_context.values()
     classes = {type(each.impl) for each in layers if hasattr(each, "impl")}
     for owner in classes if config.device_config.device_type == "cpu" else ():
-        apart = [0.0]
-
-        def timed(compute: Any, apart: list[float], *, ends: bool) -> Any:
-            def call(*args: Any, **named: Any) -> Any:
-                began = time.perf_counter()
-                result = compute(*args, **named)
-                apart[0] += 1e6 * (time.perf_counter() - began)
-                if ends:
-                    times.append(apart[0])
-                    apart[0] = 0.0
-                return result
-
-            return call
-
-        owner.forward = timed(owner.forward, apart, ends=True)
+        owner.forward = timed(owner.forward, ends=True)
         if hasattr(owner, "do_kv_cache_update"):
-            owner.do_kv_cache_update = timed(owner.do_kv_cache_update, apart, ends=False)
+            owner.do_kv_cache_update = timed(owner.do_kv_cache_update, ends=False)
     return times
 
 
