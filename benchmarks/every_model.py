@@ -2,13 +2,15 @@
 
     python benchmarks/every_model.py                 # some 200 of them in about four minutes, one line each
     python benchmarks/every_model.py gemma2 mamba    # some, by model type
+    python benchmarks/every_model.py --device cuda   # steps are CUDA graphs there
 
 Each is made with random weights from its own configuration, small sizes written over it (several ways are tried, since
 configurations check themselves), and runs two rows, one padded on the left, in float32: stock, with
 ``attn_implementation="layerzero"``, after ``lz.optimize``, undone, and after ``lz.optimize(graph=True)``. Logits may be
 0.001 of the largest away, 24 greedy tokens must be the same, and what is undone must give what it gave bit for bit.
 What stock itself cannot run is told as such, and where
-attention is refused when a model is loaded, `optimized` stands alone.
+attention is refused when a model is loaded, `optimized` stands alone. A loop of a user's own that gives no positions
+writes tokens, too.
 """
 
 from __future__ import annotations
@@ -129,7 +131,7 @@ def models(types: Collection[str]) -> Iterator[tuple[str, str, str]]:
                 yield kind, model_type, name
 
 
-def made(model_type: str, name: str, way: dict[str, Any]) -> Any:
+def made(model_type: str, name: str, way: dict[str, Any], device: str) -> Any:
     """A small model of random weights. Raises: whatever its classes do with such a configuration."""
     kind = CONFIG_MAPPING[model_type]
     known = {each for one in kind.__mro__ for each in getattr(one, "__annotations__", {})}
@@ -146,7 +148,7 @@ def made(model_type: str, name: str, way: dict[str, Any]) -> Any:
     if count > MOST_WEIGHTS:
         raise ValueError(f"{count / 1e6:.0f} million weights")
     torch.manual_seed(0)
-    found = model._from_config(config).eval().float()
+    found = model._from_config(config).eval().float().to(device)
     for each in found.parameters():
         if each.dim() >= 2 and each.std() < 1e-3:  # zeros hide what is added to them
             torch.nn.init.normal_(each, std=0.1)
@@ -156,9 +158,9 @@ def made(model_type: str, name: str, way: dict[str, Any]) -> Any:
 class Calls:
     """What every model is asked."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, device: str) -> None:
         torch.manual_seed(1)
-        ids = torch.randint(2, 99, (2, 13))
+        ids = torch.randint(2, 99, (2, 13)).to(device)
         mask = torch.ones_like(ids)
         mask[1, :4] = ids[1, :4] = 0
         self.kind, self.text = kind, {"input_ids": ids, "attention_mask": mask}
@@ -177,6 +179,18 @@ class Calls:
             return []
         told = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
         written: list[list[int]] = model.generate(**self.text, **told).tolist()
+        return written + (self.by_hand(model) if self.kind == "decoder" else [])
+
+    def by_hand(self, model: Any) -> list[list[int]]:
+        """Tokens of a loop that gives the model its tokens and the cache; none of a model that returns no cache."""
+        ids, cache, written = self.text["input_ids"], None, []
+        while len(written) < TOKENS:
+            output = model(input_ids=ids, use_cache=True, **({} if cache is None else {"past_key_values": cache}))
+            cache = getattr(output, "past_key_values", None) or getattr(output, "cache", None)
+            if cache is None:
+                return []
+            ids = output.logits[:, -1:].argmax(-1)
+            written.append(ids[:, 0].tolist())
         return written
 
 
@@ -222,12 +236,12 @@ def compared(calls: Calls, stock: Any, wanted: torch.Tensor, tokens: list[list[i
 
 
 @torch.no_grad()
-def judged(kind: str, model_type: str, name: str) -> tuple[str, str]:
+def judged(kind: str, model_type: str, name: str, device: str) -> tuple[str, str]:
     """How it went (same, with what was LayerZero's part; CHANGED; or not run), and what to say of it."""
-    calls, why = Calls(kind), ""
+    calls, why = Calls(kind, device), ""
     for way in WAYS:
         try:
-            stock = made(model_type, name, way)
+            stock = made(model_type, name, way, device)
             wanted, tokens = calls.logits(stock), calls.tokens(stock)
             if not wanted.isfinite().all() or not torch.equal(calls.logits(stock), wanted):
                 why = why or "stock gives no numbers, or not the same twice"
@@ -262,6 +276,7 @@ def within(seconds: int, run: Callable[[], tuple[str, str]]) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types, such as llama; default: all")
+    parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
     chosen = list(models(asked.types))
     if unknown := set(asked.types) - {model_type for _, model_type, _ in chosen}:
@@ -272,7 +287,7 @@ def main() -> int:
     lz.register_with_transformers()
     counts: Counter[str] = Counter()
     for kind, model_type, name in chosen:
-        outcome, said = within(MOST_S, lambda given=(kind, model_type, name): judged(*given))
+        outcome, said = within(MOST_S, lambda given=(kind, model_type, name): judged(*given, asked.device))
         counts[outcome] += 1
         print(f"{outcome:29} {name} ({model_type}){': ' if said else ''}{said}", flush=True)
     print("\n" + ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()))

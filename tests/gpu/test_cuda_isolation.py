@@ -5,6 +5,7 @@ One process serves nearly all of it, since it takes seconds to start. Which way 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import statistics
@@ -173,12 +174,12 @@ def test_large_calls_between_small_ones(apart, way):
 @pytest.mark.parametrize("memory", ["a pool", "DLPack"])
 def test_memory_of_other_allocators(apart, way, memory):
     pool = torch.cuda.MemPool()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))  # one that ends after a lost capture ends the process
     with torch.cuda.use_mem_pool(pool):
         x = rows()
     if memory == "DLPack":
         x = torch.from_dlpack(x)[3:]
     assert torch.equal(apart(x, weight(), eps=1e-5), rms_norm(x, (64,), weight(), 1e-5))
-    del x  # before its pool
 
 
 def test_a_capture_is_refused_by_name(apart):
@@ -276,8 +277,9 @@ def test_what_a_call_costs(apart, way, mib, say):
 
 
 def test_results_outlive_the_process(apart):
-    x = rows()
+    x = rows(count=1 << 17)
     result, expected = apart(x, weight(), eps=1e-5), rms_norm(x, (64,), weight(), 1e-5)
+    held = torch.cuda.memory_allocated()
     kernels.end_all()
     assert torch.equal(result, expected)
-    assert torch.cuda.memory_allocated() < 2**25, "larger buffers were there, and are freed"
+    assert torch.cuda.memory_allocated() <= held - x.nbytes, "a buffer had room for all rows, and is freed"

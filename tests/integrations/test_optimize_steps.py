@@ -319,6 +319,58 @@ def test_a_model_whose_cache_keeps_latents_takes_no_steps(where: str) -> None:
     assert state_of(report).bytes == 0, "no step reads that memory any more"
 
 
+def test_attention_to_others_than_the_values_of_the_cache_is_stocks(where: str) -> None:
+    """DiffLlama attends twice with the same keys, to halves of its values."""
+    model, ids = made("DiffLlama"), tokens(2, 9)
+    expected = greedy(model, ids, 12)
+    lz.optimize(model, graph=True)
+    refused = pytest.warns(lz.LayerZeroWarning, match="keys and values that the cache keeps")
+    with refused if where == "device" else contextlib.nullcontext():
+        assert torch.equal(greedy(model, ids, 12), expected)
+
+
+def by_hand(model: Any, ids: torch.Tensor, new: int = 6) -> torch.Tensor:
+    """Logits of tokens that come without positions."""
+    cache, logits = transformers.DynamicCache(), []
+    for each in (ids[:, :-new], *ids[:, -new:].split(1, dim=1)):
+        logits.append(stepped(model, cache, each))
+        if len(logits) == 1 and hasattr(model.model, "rope_deltas"):
+            model.model.rope_deltas = torch.full((len(ids), 1), -4)  # as after a picture
+    return torch.stack(logits, 1)
+
+
+def counting_from_one() -> Any:
+    name, kind, tiny = (
+        transformers.PaliGemmaConfig,
+        transformers.PaliGemmaForConditionalGeneration,
+        SIZES | {"head_dim": 8},
+    )
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = tiny | {"model_type": "gemma"}
+    return kind(
+        name(text_config=text, vision_config=vision | {"image_size": 16, "patch_size": 4}, image_token_index=100)
+    )
+
+
+def counting_behind_pictures() -> Any:
+    """What a picture took is kept in the model, as after a prompt with one."""
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "embed_dim": 32, "num_heads": 4, "hidden_size": 32}
+    config = transformers.Qwen2VLConfig(text_config=SIZES | {"rope_scaling": rope}, vision_config=vision)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [counting_from_one, counting_behind_pictures])
+def test_positions_that_are_no_places_of_the_cache_are_the_models_own(make: Callable[[], Any], where: str) -> None:
+    torch.manual_seed(0)
+    model, ids = make().eval(), tokens(2, 15)
+    expected = by_hand(model, ids)
+    report = lz.optimize(model, graph=True)
+    torch.testing.assert_close(by_hand(model, ids), expected)
+    (why,) = state_of(report).left
+    assert why.startswith("it got no position_ids")
+
+
 def test_attention_that_is_told_a_window_where_its_cache_has_none_is_no_step(where: str) -> None:
     """Stock's mask says what a token sees, and what the module was told hides nothing."""
     torch.manual_seed(0)

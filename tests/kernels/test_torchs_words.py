@@ -68,6 +68,17 @@ def test_a_kernel_that_may_run_stays_legal_and_gets_a_note(asked):
     assert asked[0].is_causal
 
 
+def test_what_torchs_check_raises_is_what_it_says(asked, monkeypatch):
+    """Torch 2.11 raises so of a mask of one axis (H200, 2026-11-30)."""
+
+    def can_use(params, debug=False):
+        raise IndexError("Dimension out of range (expected to be in range of [-1, 0], but got -2)")
+
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", can_use)
+    report = explained(attn_mask=torch.ones(64, dtype=torch.bool), causal=False)
+    assert "torch says: IndexError: Dimension out of range" in report.reasons("torch.sdpa.cudnn")[-1].hint
+
+
 def test_torch_is_asked_about_tensors_on_a_gpu_alone(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", pytest.fail)
     for report in (explained(), explained(causal=False)):

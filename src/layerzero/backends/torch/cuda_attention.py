@@ -28,6 +28,7 @@ from torch.nn import Parameter, functional
 from layerzero.backends.torch.attention import FOLDED, SDPA_ARGUMENTS, gives_no_lse, kernel, levelled, sdpa_operator
 from layerzero.core import limits as limit
 from layerzero.core.arguments import permutation
+from layerzero.core.errors import in_short
 from layerzero.core.facts import Facts
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
@@ -288,8 +289,11 @@ def _torchs_reason(kernel_id: str, facts: Facts, given: Mapping[str, Tensor | No
     params = torch.backends.cuda.SDPAParams(query, key, value, mask, dropout_p, causal, grouped)
     with warnings.catch_warnings(record=True) as words:
         warnings.simplefilter("always")
-        if getattr(torch.backends.cuda, _ASKED[kernel_id])(params, debug=True):
-            return None
+        try:
+            if getattr(torch.backends.cuda, _ASKED[kernel_id])(params, debug=True):
+                return None
+        except (IndexError, RuntimeError) as error:  # of a mask of one axis, cuDNN's check (torch 2.11)
+            warnings.warn(in_short(error), stacklevel=1)
     said = " ".join(str(each.message).partition(" (Triggered internally")[0] for each in words)
     hint = f"torch says: {said}" if said else "torch does not say why"
     return Reason(ReasonCode.CONSTRAINT_FAILED, f"torch.backends.cuda.{_ASKED[kernel_id]}", True, False, hint)

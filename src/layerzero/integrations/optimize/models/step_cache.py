@@ -8,6 +8,7 @@ step takes them back.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.integrations.optimize.attention import dynamic_cache
+from layerzero.integrations.optimize.swaps.swap import stock_forward
 
 PAGE = 256
 """Places of a page: FlashAttention 2 wants no fewer, and pages lie one after the other here."""
@@ -190,6 +192,27 @@ def why_not(cache: Any) -> str:
     return ""
 
 
+def why_not_by_place(model: Any, device: torch.device) -> str:
+    """Say why a model that is given no positions counts other ones than places of its cache; empty where it does not.
+
+    Qwen2-VL counts behind its pictures, PaliGemma from one (Transformers 5.24, 2026-11-30).
+    """
+    if any(hasattr(each, "rope_deltas") for each in model.modules()):
+        return "it got no position_ids, and keeps how far its pictures moved them"
+    name, ids = dynamic_cache.name_of(model), torch.arange(4, device=device)[None]
+    forward = functools.partial(stock_forward(model), use_cache=True)
+    try:
+        with torch.no_grad():
+            cache = getattr(forward(input_ids=ids[:, :3]), name)
+            ways: tuple[dict[str, Any], ...] = ({}, {"position_ids": ids[:, 3:]})
+            own, by_place = (
+                forward(input_ids=ids[:, 3:], **{name: copy.deepcopy(cache)}, **each).logits for each in ways
+            )
+    except Exception as error:  # noqa: BLE001  # whatever a model's code raises of so few tokens
+        return f"it got no position_ids, and does not show how it counts: {in_short(error)}"
+    return "" if torch.equal(own, by_place) else "it got no position_ids, and counts others than places of its cache"
+
+
 _TENSORS = ("keys", "values")
 
 _LENGTH = "cumulative_length"
@@ -327,13 +350,15 @@ def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
     return {"window": None if window is None else (window - 1, 0), "softcap": named["softcap"]}
 
 
+_OTHERS = "wanted attention to the keys and values that the cache keeps, got others, made of them (latent attention)"
+
+
 def _number(memory: Memory, key: Tensor) -> int:
     start = key.data_ptr()
     for number, keys in enumerate(memory.keys):
         if keys.data_ptr() == start:
             return number
-    wanted = "wanted attention to the keys that the cache keeps, got others, which are made of them (latent attention)"
-    raise InvalidCallError("lz.optimize(graph=True)", [wanted])
+    raise InvalidCallError("lz.optimize(graph=True)", [_OTHERS])
 
 
 def attend_view(
@@ -361,6 +386,10 @@ def attend_pages(
     if named["s_aux"] is not None:
         raise InvalidCallError("lz.optimize(graph=True)", ["wanted attention without sinks, which pages do not serve"])
     memory, number, told = held.memory, _number(held.memory, key), _told(held, key, named)
+    for given, mine in ((key, memory.keys[number]), (value, memory.values[number])):
+        kept = mine[:, : given.shape[2]].transpose(1, 2)
+        if (given.data_ptr(), given.shape, given.stride()) != (kept.data_ptr(), kept.shape, kept.stride()):
+            raise InvalidCallError("lz.optimize(graph=True)", [_OTHERS])  # DiffLlama: halves of values
     keys, values = memory.pages(number)
     output = lz.paged_attention(
         query.transpose(1, 2), keys, values, step.block_tables, step.context_lens, scaling, step=step, **told

@@ -35,6 +35,7 @@ from layerzero.integrations.optimize.models.step_cache import (
     seen,
     step_cache,
     why_not,
+    why_not_by_place,
 )
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, has_own_forward, stock_forward
@@ -90,6 +91,7 @@ class Steps(State):
         self._kinds: list[tuple[bool, int | None]] = []
         self._stamp: Stamp | None = None
         self._tensors: list[Tensor] = []
+        self._counts: str | None = None
 
     def _look(self) -> None:
         """Note what a captured step is made of."""
@@ -97,6 +99,7 @@ class Steps(State):
         self._kinds = dynamic_cache.kinds_of(self._model)
         self._stamp = Stamp(self._model, whole=False)
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
+        self._counts = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
         model = memo.get(id(self._model))
@@ -145,7 +148,12 @@ class Steps(State):
                 return why
         if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             return "tokens are hidden (padding), or the mask is not (B, length)"
-        return ""
+        positions = named.get("position_ids")
+        if positions is not None:
+            return "" if positions.ndim == 2 else f"its position_ids have {positions.ndim} axes, wanted (B, 1)"
+        if self._counts is None:
+            self._counts = why_not_by_place(self._model, self._tensors[0].device)
+        return self._counts
 
     def _other_batch(self, ids: Tensor, cache: Any) -> str:
         """Say that ids and cache are of different numbers of sequences: the model's own code raises then."""
