@@ -144,7 +144,7 @@ _OF_OPTIMIZE = (
         "models/step_cache",
         _CACHE,
         (
-            "append_paged_kv_ attention block_tables context_lens paged_attention positions query sinks "
+            "append_paged_kv_ attention block_tables context_lens logits paged_attention positions query sinks "
             "softcap tokens window"
         ),
     ),
