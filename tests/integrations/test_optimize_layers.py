@@ -13,7 +13,7 @@ import layerzero as lz
 from decoders import output, tokens
 from drawing import mostly, pairs
 from layerzero.engine.dispatch import ENGINE
-from layerzero.integrations.optimize.attention.transformers import AttentionSwap
+from layerzero.integrations.optimize.attention.transformers import AttentionSwap, compared
 from layerzero.integrations.optimize.layers import find as whole
 from layerzero.integrations.optimize.layers.layer import Heads, Layer
 from layerzero.integrations.optimize.swaps import weights as packing
@@ -239,6 +239,15 @@ def test_a_window_that_no_mask_says_hides_nothing(kind: str) -> None:
     expected = model.generate(given, **told)
     assert torch.equal(got.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+
+
+def test_an_exchange_is_compared_without_a_window_that_no_mask_says() -> None:
+    model, given = made("Olmoe", sliding_window=6), tokens(2, 17)
+    with torch.no_grad():
+        off, why = compared(AttentionSwap(model), lambda: model(given))
+        assert (off is not None and off < 1e-5, why) == (True, "")
+        model.set_attn_implementation("layerzero")
+        assert "off by" in compared(AttentionSwap(model), lambda: model(given))[1], "a chosen one reads the window"
 
 
 def test_a_chosen_window_holds_over_a_prompt_in_parts() -> None:
