@@ -200,7 +200,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         ("attention", "attn_mask", "dropout_p", "is_causal", "query", "return_lse"), "diffusers' names for what it asks"
     ),
     "integrations/diffusers_rotary.py": dict.fromkeys(
-        ("attention", "cos", "heads", "interleaved", "out_features", "positions", "rope_", "sin"),
+        ("cos", "heads", "interleaved", "out_features", "positions", "rope_", "sin"),
         "attributes of diffusers' attentions; what their rotations are given, and what is called in their place",
     ),
     **{

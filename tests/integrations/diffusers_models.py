@@ -113,5 +113,24 @@ def wan() -> tuple[Any, dict[str, Any]]:
     return model, call | {"timestep": torch.tensor([4])}
 
 
-MODELS = {unet: 8, unet_xl: 16, autoencoder: 2, sd3: 3, flux: 3, wan: 4}
+def cosmos() -> tuple[Any, dict[str, Any]]:
+    """Its processors call diffusers' dispatcher and have no backend that could be set."""
+    model = diffusers.CosmosTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        num_layers=1,
+        mlp_ratio=2,
+        text_embed_dim=16,
+        adaln_lora_dim=4,
+        max_size=(4, 32, 32),
+        patch_size=(1, 2, 2),
+        concat_padding_mask=False,
+    )
+    call = {"hidden_states": randn(1, 4, 1, 8, 8), "encoder_hidden_states": randn(1, 6, 16)}
+    return model, call | {"timestep": torch.tensor([4]), "fps": 30}
+
+
+MODELS = {unet: 8, unet_xl: 16, autoencoder: 2, sd3: 3, flux: 3, wan: 4, cosmos: 2}
 """With their numbers of attentions."""

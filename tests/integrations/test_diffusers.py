@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  # as processors know it
 from diffusers_models import MODELS, autoencoder, flux, randn, sd3, unet, unet_xl, wan
 
 import layerzero as lz
@@ -235,6 +236,56 @@ def test_what_cannot_be_served_is_left_with_a_reason() -> None:
     )
     reasons = set(lz.register_with_diffusers(video).left.values())
     assert reasons == {"WanAttentionBlock calls torch's function itself and has no processor"}
+
+
+@pytest.mark.parametrize(("name", "why"), [("native", []), ("flex", ["the backend 'flex' was chosen for it"] * 3)])
+def test_a_backend_that_is_a_bare_name_is_read(name: str, why: list[str]) -> None:
+    """As classes of diffusers have it (LTX-2's decoder, AnyFlow FAR: ``_attention_backend = "flex"``)."""
+    model, _ = flux()
+    for each in model.attn_processors.values():
+        each._attention_backend = name
+    served = lz.register_with_diffusers(model)
+    assert list(served.left.values()) == why
+    served.undo()
+    assert {each._attention_backend for each in model.attn_processors.values()} == {name}
+
+
+def test_one_processor_of_several_modules_is_served_and_given_back() -> None:
+    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+
+    model, _ = flux()
+    chosen = FluxAttnProcessor()
+    model.set_attn_processor(chosen)
+    served = lz.register_with_diffusers(model)
+    assert (len(served.served), served.left) == (3, {})
+    served.undo()
+    assert chosen._attention_backend is None
+
+
+def test_what_is_set_on_a_processor_of_ones_own_holds_before_and_after_undo() -> None:
+    class Scaled(diffusers.models.attention_processor.AttnProcessor2_0):  # type: ignore[misc]
+        scale, calls = 1.0, 0
+
+        def __call__(self, attn: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            self.calls += 1
+            rows = hidden_states[:, None]
+            return F.scaled_dot_product_attention(rows, rows, rows)[:, 0] * self.scale
+
+    model, call = unet()
+    model.eval()
+    chosen = Scaled()
+    model.set_attn_processor(chosen)
+    served = lz.register_with_diffusers(model)
+    assert (len(served.served), chosen.calls) == (8, 0)
+    chosen.scale = 0.5  # as a caller does who keeps it
+    halved = run(model, call)
+    assert chosen.calls == 8
+    next(iter(model.attn_processors.values())).scale = 0.0  # as diffusers' set_ip_adapter_scale does
+    off = run(model, call)
+    served.undo()
+    torch.testing.assert_close(run(model, call), off, atol=2e-6, rtol=1e-5)
+    chosen.scale = 0.5
+    torch.testing.assert_close(run(model, call), halved, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ NAME = "layerzero"
 TESTED = SpecifierSet(">=0.36,<0.43")
 """Versions of diffusers whose registry and processors were seen to work."""
 
-_FUNCTION = "scaled_dot_product_attention"
+_FUNCTION, _DISPATCHER = "scaled_dot_product_attention", "dispatch_attention_fn"
 
 COMPARED: ContextVar[Callable[[Tensor, Tensor], None] | None] = ContextVar("layerzero_diffusers", default=None)
 """Called with the outputs of both, ours first, while two are compared; diffusers then goes on with torch's."""
@@ -86,9 +86,10 @@ def register_with_diffusers(model: Any = None) -> ServedAttention:
             served.left[path] = why
             continue
         exchange = ProcessorSwap(module, backend)
-        exchange.on()
         served.served[path] = type(exchange.before).__name__
         served._exchanges.append(exchange)
+    for exchange in served._exchanges:  # only now: one processor may be that of several modules
+        exchange.on()
     return served
 
 
@@ -127,10 +128,13 @@ def attentions_of(root: Module) -> Iterator[tuple[str, Module, str]]:
                 module,
                 "its sequence is split over several devices; LayerZero's kernels give no logarithms of sums",
             )
-        elif hasattr(processor, "_attention_backend") and processor._attention_backend not in {None, "native"}:
-            yield path, module, f"the backend {str(processor._attention_backend.value)!r} was chosen for it"
-        elif hasattr(processor, "_attention_backend") or _calls_torch(kind.__call__):
+        elif getattr(processor, "_attention_backend", None) not in {None, "native"}:
+            chosen = str.__str__(processor._attention_backend)  # a member, or its bare name as a class has it
+            yield path, module, f"the backend {chosen!r} was chosen for it"
+        elif hasattr(processor, "_attention_backend") or _calls_torch(kind.__call__) or _dispatches(kind.__call__):
             yield path, module, ""
+        elif _DISPATCHER in getattr(getattr(kind.__call__, "__code__", None), "co_names", ()):
+            yield path, module, f"{kind.__name__} names the backend of its attention itself"
         else:
             yield path, module, f"{kind.__name__} computes its scores itself"
 
@@ -233,7 +237,7 @@ class Served:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        object.__setattr__(twin, "__dict__", copy.deepcopy(self.__dict__, memo))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -255,10 +259,22 @@ def _calls_torch(function: Any) -> bool:
     return code is not None and _FUNCTION in code.co_names and function.__globals__.get("F") is functional
 
 
+def _dispatches(function: Any) -> bool:
+    """Whether a function of Python calls diffusers' dispatcher and names no backend, as Cosmos' processors do."""
+    code = getattr(function, "__code__", None)
+    if code is None or _DISPATCHER not in code.co_names or _DISPATCHER not in function.__globals__:
+        return False
+    return not any(isinstance(each, tuple) and "backend" in each for each in code.co_consts)  # names of arguments
+
+
 @functools.cache
 def _served_class(kind: type) -> type:
-    """A subclass whose call is the same code with ``F`` bound to :func:`_functional`."""
-    return served_class(kind, {"F": _functional()})
+    """A subclass whose call is the same code with ``F`` bound to :func:`_functional`, and the dispatcher to ours."""
+    bound: dict[str, Any] = {"F": _functional()}
+    if _dispatches(kind.__call__):
+        dispatch: Any = kind.__call__.__globals__[_DISPATCHER]
+        bound[_DISPATCHER] = functools.partial(dispatch, backend=backend_of_diffusers())
+    return served_class(kind, bound)
 
 
 def served_class(kind: type, bound: Mapping[str, Any], code: types.CodeType | None = None) -> type:
@@ -275,10 +291,10 @@ def served_class(kind: type, bound: Mapping[str, Any], code: types.CodeType | No
 
 
 def _twin_of(processor: Any) -> Any:
-    """The same processor, parameters and all, in the class that calls LayerZero."""
+    """The same processor in the class that calls LayerZero; what is set on one of them is set on both."""
     kind: Any = type(processor)
     twin: Any = object.__new__(_served_class(kind))
-    twin.__dict__.update(processor.__dict__)
+    object.__setattr__(twin, "__dict__", processor.__dict__)
     return twin
 
 

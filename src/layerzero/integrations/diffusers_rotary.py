@@ -321,7 +321,7 @@ class RotationOf(Together):
         kind = type(processor)
         heads, product = getattr(module, "heads", None), getattr(module, "to_q", None)
         if isinstance(processor, Served) or not hasattr(processor, "_attention_backend"):
-            return "its processor calls torch's attention itself"
+            return "its processor has no backend of diffusers that may be set"
         own = function_of(kind)
         if own is None:
             return "its processor imports or computes its rotation anew at each call"
