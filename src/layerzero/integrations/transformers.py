@@ -177,8 +177,7 @@ def theirs_of(module: torch.nn.Module) -> Callable[..., Any]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if not has_float_mask(getattr(module, "config", None)):
-        torchs: Callable[..., Any] = sdpa_attention_forward
-        return torchs
+        return sdpa_attention_forward  # type: ignore[no-any-return]
     for cls in type(module).__mro__:  # a class that was made from theirs lies in another file
         own: Callable[..., Any] | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if own is not None:
@@ -234,8 +233,8 @@ def attention_forward(
     if "cache" in kwargs and transformers_patches.is_of_a_batch(kwargs):
         key, value = transformers_patches.keys_of(module, key, value, attention_mask, kwargs)
     strange = () if _SERVED.issuperset(kwargs) else _strange(kwargs)
-    trains = query.requires_grad and torch.is_grad_enabled()
-    theirs = strange or written() or (trains and has_float_mask(getattr(module, "config", None)))
+    trains = query.requires_grad and torch.is_grad_enabled() and has_float_mask(getattr(module, "config", None))
+    theirs = strange or written() or trains
     exchanged = vars(module).get(EXCHANGED) is not None  # None where torch.load made the module
     if theirs and exchanged:
         if indices is not None:
@@ -265,11 +264,14 @@ def attention_forward(
     seen = 0 if marked is None else transformers_patches.keys_seen(marked, q_length)
     if marked is not None and seen and key.shape[2] <= marked.shape[-1]:  # else it is a mask of other keys: an error
         attention_mask, is_causal = None, True
-        if q_length > 1:
-            key, value = key[:, :, :seen], value[:, :, :seen]
-    kv_length = key.shape[2]
+    else:
+        seen = q_length if packed is None else key.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = q_length > 1 and attention_mask is None and causal
+    if causal and key.shape[2] > seen:  # so does sdpa without a mask, to Mllama's pictures, too (5.24, 2026-11-30)
+        key, value = key[:, :, :seen], value[:, :, :seen]
+        position_bias = None if position_bias is None else position_bias[..., :seen]
+    kv_length = key.shape[2]
     window = None
     if attention_mask is None and sliding_window is not None and kv_length > sliding_window:
         window = (sliding_window - 1, 0 if causal or q_length == 1 else sliding_window - 1)
@@ -293,19 +295,16 @@ def attention_forward(
     if attention_mask is not None and not own and _is_the_compilers(module, query, key):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        traced: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
-        )
-        return traced
+        rows = module, query, key, value, attention_mask
+        return sdpa_attention_forward(*rows, dropout=dropout, scaling=scaling)  # type: ignore[no-any-return]
 
-    output: Tensor
     named: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": s_aux}
     if packed is not None:
         return packed(query, key, value, causal=causal, scale=scaling, **named), None
     named |= {"layout": "BHSD", "attn_mask": attention_mask, "dropout_p": dropout}
     if deterministic:
         with lz.deterministic():
-            output = lz.attention(query, key, value, causal, scaling, **named)
+            output: Tensor = lz.attention(query, key, value, causal, scaling, **named)
     else:
         output = lz.attention(query, key, value, causal, scaling, **named)
     return output.transpose(1, 2).contiguous(), None
