@@ -66,3 +66,20 @@ def test_what_a_model_raises_is_told_where_pictures_do_not_help(monkeypatch: pyt
     report = lz.optimize(model)
     (left,) = [each for each in report.left if each.why.startswith("attention")]
     assert "it could not be compared without inputs= (RuntimeError: not these pictures)" in left.why
+
+
+def test_layers_are_proved_behind_a_call_with_a_picture() -> None:
+    told = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    turned = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    words = WORDS | {"num_key_value_heads": 2, "rope_parameters": turned}
+    seen = {"embed_dim": 32, "hidden_size": 32, "depth": 1, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
+    config = transformers.Qwen2VLConfig(text_config=words, vision_config=seen, **told)
+    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    ids = torch.tensor([[5, 62, 60, 60, 60, 60, 63, 7]])
+    call = {"input_ids": ids, "mm_token_type_ids": (ids == 60).long(), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    with torch.no_grad():
+        model(**call, pixel_values=torch.randn(16, 96))
+    moved = model.model.rope_deltas
+    report = lz.optimize(model, graph=True)
+    assert [each.path for each in report.replaced if each.kind == "layer"] == ["model.language_model.layers.0"]
+    assert model.model.rope_deltas is moved is not None

@@ -313,16 +313,20 @@ def random_rows(module: Module, size: int, *, dtype: torch.dtype, device: torch.
 
 @contextmanager
 def quiet(module: Module) -> Iterator[None]:
-    """Run a module as it is served: no gradients, no autocast, and whatever mode it is in, not training."""
-    modes = [(each, each.training) for each in module.modules()]
-    for each, _ in modes:
-        each.training = False
+    """Run a module as it is served: no gradients, no autocast, not training whatever mode it is in, and after no call.
+
+    Qwen2-VL keeps how far a call's pictures moved positions, for those after it. Two rows of text raised behind one row
+    with a picture (Transformers 5.24, 2026-11-30).
+    """
+    states = [(vars(each), each.training, vars(each).get("rope_deltas")) for each in module.modules()]
+    for each, _, _ in states:
+        each.update({"training": False} | dict.fromkeys(each.keys() & {"rope_deltas"}))
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
-        for each, training in modes:
-            each.training = training
+        for each, training, moved in states:
+            each.update({"training": training} | dict.fromkeys(each.keys() & {"rope_deltas"}, moved))
 
 
 @contextmanager
