@@ -356,6 +356,15 @@ def test_a_write_that_torch_does_not_count_is_seen(name: str, size: int, way: st
         assert not any(packed.is_stale for _ in range(2 * LOOKS))
 
 
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2), (3, 4)])
+def test_a_write_to_a_weight_of_few_words_is_seen_at_once(shape: tuple[int, int]) -> None:
+    weight = nn.Parameter(torch.randn(shape), requires_grad=False)
+    packed = lz.PackedWeight(weight)
+    assert not packed.is_stale
+    weight.data[-1, -1] += 1  # as an adapter is merged
+    assert packed.is_stale
+
+
 @pytest.mark.parametrize("name", UNCOUNTED)
 @pytest.mark.parametrize("path", ["1.up", "1.down", "2.0.dense", "4"])
 @pytest.mark.usefixtures("packs")

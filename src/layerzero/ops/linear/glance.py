@@ -60,7 +60,7 @@ class Glance:
         self._memory: Any = None
         self._sums: list[int] = []
         words = _words_of(weight)
-        if words < WORDS:
+        if not words:
             return
         storage = weight.untyped_storage()
         offset = int(weight.storage_offset()) * weight.element_size()
@@ -68,7 +68,8 @@ class Glance:
         if offset + words * _WORD > self._bytes:  # it was exchanged in between
             return
         self._memory = (ctypes.c_uint64 * words).from_address(self._at + offset)
-        self._places = [int(words * (number * _GOLDEN % 1.0)) for number in range(1, WORDS + 1)]
+        spread = (int(words * (number * _GOLDEN % 1.0)) for number in range(1, WORDS + 1))
+        self._places = list(spread) if words > WORDS else [number % words for number in range(WORDS)]
         self._stands = _stands(self._memory, self._places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
