@@ -169,6 +169,16 @@ def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], words: st
     integration.attention_forward(Module(), query, key, value, None, **neutral)
 
 
+def test_what_is_given_with_pictures_is_handed_on() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+    model = transformers.Dinov2Model(transformers.Dinov2Config(**sizes)).eval()
+    given = {"pixel_values": torch.randn(1, 3, 16, 24), "original_sizes": torch.tensor([[30, 45]])}  # as SAM 2's are
+    given["interpolate_pos_encoding"] = True
+    wanted = model(**given).last_hidden_state
+    model.set_attn_implementation("layerzero")
+    torch.testing.assert_close(model(**given).last_hidden_state, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
 def test_queries_see_the_keys_that_they_select(dtype: torch.dtype) -> None:
     query, key, value = tensors(5, 7)
