@@ -73,6 +73,12 @@ def test_what_is_faster_runs_for_its_shapes_alone(monkeypatch: pytest.MonkeyPatc
     assert "forward" not in vars(model)
 
 
+def test_how_far_compiled_calls_are_is_told_of_the_models_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, report = optimized(monkeypatch, Library(0.1, lambda _, found: [each * (1 + 1e-5) for each in found]))
+    assert kinds(report) == {"compiled"}
+    assert "the model's output differs by 1e-05 of its largest value" in str(report)
+
+
 def test_shapes_of_one_run_are_decided_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(0.1)
     torch.manual_seed(0)
