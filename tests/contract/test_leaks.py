@@ -143,10 +143,7 @@ _OF_OPTIMIZE = (
     (
         "models/step_cache",
         _CACHE,
-        (
-            "append_paged_kv_ attention block_tables context_lens logits paged_attention positions query sinks "
-            "softcap tokens window"
-        ),
+        ("append_paged_kv_ attention block_tables context_lens paged_attention query sinks softcap tokens window"),
     ),
     ("models/training", _REPLACED, "eps linear_cross_entropy logits loss norm out_dtype reduction rms_norm"),
     (
@@ -157,7 +154,7 @@ _OF_OPTIMIZE = (
             "weight_format window"
         ),
     ),
-    ("models/steps", _CACHE, "attention logits max_context_len positions step tokens"),
+    ("models/steps", _CACHE, "attention logits max_context_len step tokens"),
     ("swaps/swap", _REPLACED, "weight"),
 )
 """Files of ``lz.optimize``, each with why and which names it may use."""

@@ -352,14 +352,19 @@ def counting_from_one() -> Any:
     )
 
 
+PICTURE = 100
+
+
 def counting_behind_pictures() -> Any:
     """What a picture took is kept in the model, as after a prompt with one."""
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
     vision = {"depth": 1, "embed_dim": 32, "num_heads": 4, "hidden_size": 32}
-    config = transformers.Qwen2VLConfig(text_config=SIZES | {"rope_scaling": rope}, vision_config=vision)
+    text = SIZES | {"rope_scaling": rope}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=PICTURE)
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
+@pytest.mark.parametrize("where", ["device"], indirect=True)
 @pytest.mark.parametrize("make", [counting_from_one, counting_behind_pictures])
 def test_positions_that_are_no_places_of_the_cache_are_the_models_own(make: Callable[[], Any], where: str) -> None:
     torch.manual_seed(0)
@@ -369,6 +374,26 @@ def test_positions_that_are_no_places_of_the_cache_are_the_models_own(make: Call
     torch.testing.assert_close(by_hand(model, ids), expected)
     (why,) = state_of(report).left
     assert why.startswith("it got no position_ids")
+
+
+@pytest.mark.parametrize("where", ["device"], indirect=True)
+def test_positions_along_the_axes_of_a_picture_are_those_of_the_call(where: str) -> None:
+    """Two pictures of other sizes after each other: what a graph read of the first is not kept."""
+    torch.manual_seed(0)
+    model, calls = counting_behind_pictures().eval(), []
+    for side in (4, 8):
+        ids = torch.cat((tokens(1, 5), torch.full((1, side * side // 4), PICTURE), tokens(1, 3, seed=2)), 1)
+        pixels = {"pixel_values": torch.randn(side * side, 1176), "image_grid_thw": torch.tensor([[1, side, side]])}
+        calls.append({"inputs": ids, **pixels, "mm_token_type_ids": (ids == PICTURE).long()})
+
+    def written() -> list[torch.Tensor]:
+        told = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        return [torch.stack(model.generate(**each, **told).logits) for each in calls]
+
+    expected = written()
+    report = lz.optimize(model, graph=True)
+    torch.testing.assert_close(written(), expected, rtol=1e-4, atol=1e-4)
+    assert not state_of(report).left
 
 
 def test_attention_that_is_told_a_window_where_its_cache_has_none_is_no_step(where: str) -> None:

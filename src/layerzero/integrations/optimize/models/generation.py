@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.core.errors import refuse
+from layerzero.core.errors import in_short, refuse
 from layerzero.engine.scopes import holding
 from layerzero.integrations.optimize.attention.dynamic_cache import name_of
+from layerzero.integrations.optimize.swaps.swap import stock_forward
 from layerzero.ops.sampling.declare import LEAST, MOST_SEED
 from layerzero.ops.sampling.formulas import TEMPERATURES
 
@@ -71,6 +74,27 @@ def generate_step(
 
 OWN = ("input_ids", "past_key_values", "cache", "use_cache", "return_dict")
 """Arguments of the model that a step gives itself."""
+
+
+def why_not_by_place(model: Any, device: torch.device) -> str:
+    """Say why a model that is given no positions counts other ones than places of its cache; empty where it does not.
+
+    Qwen2-VL counts behind its pictures, PaliGemma from one (Transformers 5.24, 2026-11-30).
+    """
+    if any(hasattr(each, "rope_deltas") for each in model.modules()):
+        return "it got no position_ids, and keeps how far its pictures moved them"
+    name, ids = name_of(model), torch.arange(4, device=device)[None]
+    forward = functools.partial(stock_forward(model), use_cache=True)
+    try:
+        with torch.no_grad():
+            cache = getattr(forward(input_ids=ids[:, :3]), name)
+            ways: tuple[dict[str, Any], ...] = ({}, {"position_ids": ids[:, 3:]})
+            own, by_place = (
+                forward(input_ids=ids[:, 3:], **{name: copy.deepcopy(cache)}, **each).logits for each in ways
+            )
+    except Exception as error:  # noqa: BLE001  # whatever a model's code raises of so few tokens
+        return f"it got no position_ids, and does not show how it counts: {in_short(error)}"
+    return "" if torch.equal(own, by_place) else "it got no position_ids, and counts others than places of its cache"
 
 
 def _check(cache: Any, tokens: Tensor, more: Mapping[str, Any], **given: float | None) -> None:

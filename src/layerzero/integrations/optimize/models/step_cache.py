@@ -8,7 +8,6 @@ step takes them back.
 
 from __future__ import annotations
 
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,9 +18,11 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.core.errors import InvalidCallError, in_short
+from layerzero.core.errors import InvalidCallError
 from layerzero.integrations.optimize.attention import dynamic_cache
-from layerzero.integrations.optimize.swaps.swap import stock_forward
+
+OF_TOKENS = "position_ids", "mm_token_type_ids", "token_type_ids"
+"""What a model may be given of each token. M-RoPE's positions are (3 or 4, B, 1): of text and of a picture's axes."""
 
 PAGE = 256
 """Places of a page: FlashAttention 2 wants no fewer, and pages lie one after the other here."""
@@ -42,6 +43,7 @@ class Memory:
         index: (1,) int64, where the next token is written; slots: (B,) int64, its slots in ``pages``.
         lengths: (B,) int32, tokens of each sequence, that one included.
         held: the cache that has them now.
+        given: what the model is given of the token besides its id, by name; every call copies it to the same places.
     """
 
     def __init__(self, cache: Any, capacity: int, turns: dynamic_cache.Turns) -> None:
@@ -53,7 +55,8 @@ class Memory:
         self.index = torch.zeros(1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(self.batch, dtype=torch.int32, device=device)
         self.ids = torch.zeros(self.batch, 1, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(self.batch, 1, dtype=torch.int64, device=device)
+        self.given: dict[str, Tensor] = {}
+        self._given: dict[tuple[Any, ...], Tensor] = {}
         pages = torch.arange(self.batch * capacity // PAGE, dtype=torch.int32, device=device)
         self.table = pages.view(self.batch, -1)
         self._first = torch.arange(0, self.batch * capacity, capacity, dtype=torch.int64, device=device)
@@ -66,11 +69,23 @@ class Memory:
         batch, heads, _, width = like.shape
         return torch.zeros(batch, self.capacity, heads, width, dtype=like.dtype, device=like.device)
 
-    def place(self, length: int) -> None:
-        """Say where the token behind so many others goes."""
+    def place(self, length: int, named: Mapping[str, Any]) -> None:
+        """Say where the token behind so many others goes, and what else the call says of it."""
         self.index.fill_(length)
+        self.given = {name: self._copied(name, named[name]) for name in OF_TOKENS if named.get(name) is not None}
+        if "position_ids" not in self.given:
+            self.given["position_ids"] = self._copied("position_ids", self.index[None])
         self.lengths.fill_(length + 1)
         torch.add(self._first, length, out=self.slots)
+
+    def _copied(self, name: str, value: Tensor) -> Tensor:
+        """What a call gives of its token (..., B or 1, 1), where a captured step reads it."""
+        key = name, value.shape[:-2], value.dtype
+        place = self._given.get(key)
+        if place is None:
+            shape = *value.shape[:-2], self.batch, 1
+            place = self._given[key] = torch.empty(shape, dtype=value.dtype, device=self.index.device)
+        return place.copy_(value)
 
     def pages(self, number: int) -> tuple[Tensor, Tensor]:
         """A layer's keys and values as pages (P, PAGE, heads, entries)."""
@@ -190,27 +205,6 @@ def why_not(cache: Any) -> str:
         if each.get_seq_length() != length or keys.shape[2] != min(length, dynamic_cache.longest_of(each, length)):
             return "layers of its cache have different lengths"
     return ""
-
-
-def why_not_by_place(model: Any, device: torch.device) -> str:
-    """Say why a model that is given no positions counts other ones than places of its cache; empty where it does not.
-
-    Qwen2-VL counts behind its pictures, PaliGemma from one (Transformers 5.24, 2026-11-30).
-    """
-    if any(hasattr(each, "rope_deltas") for each in model.modules()):
-        return "it got no position_ids, and keeps how far its pictures moved them"
-    name, ids = dynamic_cache.name_of(model), torch.arange(4, device=device)[None]
-    forward = functools.partial(stock_forward(model), use_cache=True)
-    try:
-        with torch.no_grad():
-            cache = getattr(forward(input_ids=ids[:, :3]), name)
-            ways: tuple[dict[str, Any], ...] = ({}, {"position_ids": ids[:, 3:]})
-            own, by_place = (
-                forward(input_ids=ids[:, 3:], **{name: copy.deepcopy(cache)}, **each).logits for each in ways
-            )
-    except Exception as error:  # noqa: BLE001  # whatever a model's code raises of so few tokens
-        return f"it got no position_ids, and does not show how it counts: {in_short(error)}"
-    return "" if torch.equal(own, by_place) else "it got no position_ids, and counts others than places of its cache"
 
 
 _TENSORS = ("keys", "values")

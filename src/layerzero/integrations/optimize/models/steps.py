@@ -24,8 +24,9 @@ from layerzero.core.system import warn
 from layerzero.engine.scopes import holding
 from layerzero.integrations.optimize.attention import dynamic_cache
 from layerzero.integrations.optimize.attention.transformers import NAME, Search
-from layerzero.integrations.optimize.models.generation import DRAWING, Drawing, Numbers
+from layerzero.integrations.optimize.models.generation import DRAWING, Drawing, Numbers, why_not_by_place
 from layerzero.integrations.optimize.models.step_cache import (
+    OF_TOKENS,
     PAGE,
     Held,
     Memory,
@@ -35,7 +36,6 @@ from layerzero.integrations.optimize.models.step_cache import (
     seen,
     step_cache,
     why_not,
-    why_not_by_place,
 )
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import MARK, State, Swap, as_forward, has_own_forward, stock_forward
@@ -48,7 +48,7 @@ ON_HOST = frozenset({"cpu"})
 MOST = 4
 """Numbers of sequences for which memory is kept."""
 
-_READ = frozenset({"input_ids", "attention_mask", "position_ids"}) | dynamic_cache.NAMES
+_READ = frozenset({"input_ids", "attention_mask", *OF_TOKENS}) | dynamic_cache.NAMES
 _TOLD = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position"})
 
 _UNCAPTURABLE = InvalidCallError, NoKernelFoundError, CudaGraphUnsafeError
@@ -148,9 +148,12 @@ class Steps(State):
                 return why
         if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
             return "tokens are hidden (padding), or the mask is not (B, length)"
-        positions = named.get("position_ids")
-        if positions is not None:
-            return "" if positions.ndim == 2 else f"its position_ids have {positions.ndim} axes, wanted (B, 1)"
+        for name in OF_TOKENS:
+            value = named.get(name)
+            if value is not None and (value.ndim not in {2, 3} or value.shape[-1] != 1):
+                return f"its {name} are {tuple(value.shape)}, wanted (B, 1) or (A, B, 1)"
+        if named.get("position_ids") is not None:
+            return ""
         if self._counts is None:
             self._counts = why_not_by_place(self._model, self._tensors[0].device)
         return self._counts
@@ -213,12 +216,7 @@ class Steps(State):
             held.stream = dynamic_cache.stream_of(ids.device)
             memory = held.memory
             memory.ids.copy_(ids)
-            positions = named.get("position_ids")
-            if positions is None:
-                memory.positions.fill_(held.length)
-            else:
-                memory.positions.copy_(positions.expand(memory.batch, 1))
-            memory.place(held.length)
+            memory.place(held.length, named)
             output = self._on_host(held) if ids.device.type in ON_HOST else self._on_device(held)
             held.length += 1
         return type(output)(logits=output.logits, **{dynamic_cache.name_of(self._model): cache})
@@ -255,8 +253,8 @@ class Steps(State):
         with holding(ONE_TOKEN, attend):
             return stock_forward(self._model)(
                 input_ids=memory.ids,
-                position_ids=memory.positions,
                 use_cache=True,
+                **memory.given,
                 **{dynamic_cache.name_of(self._model): step_cache(memory, held, places)},
             )
 
@@ -271,7 +269,10 @@ class Steps(State):
     def _on_device(self, held: Held) -> Any:
         memory, drawing = held.memory, DRAWING.get()
         places = min(bucket(held.length + 1), memory.capacity)
-        key = memory.batch, places, "" if drawing is None else drawing.kind
+        given = [
+            id(each) for each in memory.given.values()
+        ]  # they live as long as the memory, and its graphs no longer
+        key = memory.batch, places, f"{'' if drawing is None else drawing.kind} {given}"
         state = [(each.data_ptr(), each._version) for each in self._tensors]
         numbers = self._told_to_device(memory, drawing)
         found = self._graphs.get(key)
