@@ -423,3 +423,34 @@ def test_a_step_that_fails_otherwise_than_the_models_own_code_runs_as_it_is(
     with pytest.warns(lz.LayerZeroWarning, match="looks into its cache"):
         assert torch.equal(greedy(model, ids, 8), expected)
     assert sum(state_of(report).left.values()) == 7
+
+
+def test_a_configuration_that_asks_for_routers_logits_gets_them() -> None:
+    model, ids = made("Mixtral"), tokens()
+    model.config.output_router_logits = True
+    report, cache = lz.optimize(model, graph=True), transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        given = model(ids[:, :1], past_key_values=cache)
+    assert len(given.router_logits) == SIZES["num_hidden_layers"]
+    assert [each for each in state_of(report).left if "logits of routers" in each]
+
+
+def test_kinds_of_tokens_that_a_model_makes_masks_of_leave_other_steps_captured(where: str) -> None:
+    picture = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes = SIZES | {"head_dim": 8, "sliding_window": 6}
+    seen = picture | {"image_size": 16, "patch_size": 4}
+    told = {"image_token_index": 100, "boi_token_index": 98, "eoi_token_index": 99, "mm_tokens_per_image": 4}
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(text_config=sizes, vision_config=seen, **told)
+    model, ids = transformers.Gemma3ForConditionalGeneration(config).eval(), tokens() % 97
+    results = []
+    for report in (None, lz.optimize(copy.deepcopy(model), graph=True)):
+        each = model if report is None else report.replaced[-1].exchange.module
+        cache, kinds = transformers.DynamicCache(config=config), {"token_type_ids": torch.zeros(2, 1, dtype=torch.long)}
+        with torch.no_grad():
+            results.append([each(ids, past_key_values=cache).logits])
+            results[-1] += [each(ids[:, :1], past_key_values=cache, **more).logits for more in (kinds, {}, kinds)]
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert dict(state_of(report).left) == {"it got token_type_ids": 2}
