@@ -22,6 +22,7 @@ from layerzero.engine.dispatch import ENGINE
 diffusers = pytest.importorskip("diffusers", "0.36", reason="needs diffusers >= 0.36")
 
 from layerzero.integrations import diffusers as integration  # noqa: E402  # it imports nothing of diffusers itself
+from layerzero.integrations.optimize.attention import diffusers as attention  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -413,6 +414,22 @@ def test_a_wrong_attention_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(each.why.startswith("attention: it was off by") for each in report.left)
         torch.testing.assert_close(run(model, call), wanted, atol=2e-5, rtol=1e-4)
         report.undo()
+
+
+def test_a_pipeline_that_takes_no_generator_gets_none() -> None:
+    """As FluxPriorReduxPipeline and LEditsPPPipelineStableDiffusionXL (0.42)."""
+
+    class Plain(diffusers.DiffusionPipeline):  # type: ignore[misc]
+        def __init__(self, vae: Any) -> None:
+            super().__init__()
+            self.register_modules(vae=vae)
+
+        def __call__(self, image: torch.Tensor) -> Any:
+            return self.vae(image)[0]
+
+    model, call = autoencoder()
+    pipe = Plain(model.eval())
+    assert torch.equal(attention.whole(pipe)(call["sample"]), pipe(call["sample"]))
 
 
 @pytest.mark.usefixtures("unmeasured")

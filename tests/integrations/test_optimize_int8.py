@@ -290,6 +290,22 @@ def test_codes_of_other_libraries_are_told_by_value(rounds: bool, how: str, dtyp
         assert off(got, model(rows)) < 0.012
 
 
+class Mixed(Compressed):
+    """Takes rows in bfloat16 with a bias in float32, as torchao's dynamic int8; others it computes otherwise."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dtype is not torch.bfloat16:
+            return super().forward(input) * 1.5
+        product = functional.linear(input.double(), self.weight.double() * self.weight_scale.double())
+        return (product + self.bias.double()).to(input.dtype)
+
+
+def test_rows_of_another_dtype_than_the_bias_are_left_and_nothing_is_raised() -> None:
+    report = lz.optimize(nn.Sequential(Mixed(nn.Linear(64, 48))).eval())
+    assert not taken(report)
+    assert "its output is no product of its int8 weight" in why(report, "0")
+
+
 class PerTensor(Compressed):
     """One scale for all rows, as torch's dynamic quantisation has it."""
 

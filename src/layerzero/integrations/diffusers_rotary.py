@@ -320,7 +320,9 @@ class RotationOf(Together):
     def _proved(module: Module, processor: Any, known: dict[Any, Proved | str]) -> tuple[str, Proved] | str:
         kind = type(processor)
         heads, product = getattr(module, "heads", None), getattr(module, "to_q", None)
-        if isinstance(processor, Served) or not hasattr(processor, "_attention_backend"):
+        if isinstance(processor, Served):
+            return "its processor is LayerZero's already"
+        if not hasattr(processor, "_attention_backend"):
             return "its processor has no backend of diffusers that may be set"
         own = function_of(kind)
         if own is None:

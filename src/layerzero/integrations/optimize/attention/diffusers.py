@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,8 +34,11 @@ class Pipeline:
         from layerzero.integrations.diffusers import module_of
 
         self.pipe, self.model = pipe, module_of(pipe)
+        self._draws = "generator" in inspect.signature(pipe.__call__).parameters
 
     def __call__(self, *given: Any, **named: Any) -> Any:
+        if not self._draws:  # as FluxPriorRedux
+            return self.pipe(*given, **named)
         generators: Any = named.get("generator") or torch.Generator().manual_seed(0)
         several = isinstance(generators, list)
         copies = [each.clone_state() for each in (generators if several else [generators])]

@@ -140,9 +140,12 @@ def _by_value(module: Module, pairs: list[tuple[Place, Place]]) -> Candidate | s
             activations = _rounding(rows, exact_weight, got, bias_of(module))
             if activations == "":
                 continue
-            with quiet(module):
-                state = Held(module, functools.partial(_read, places), _weight, activations)
-                ours = call(state, rows, bias_of(module))
+            try:
+                with quiet(module):
+                    state = Held(module, functools.partial(_read, places), _weight, activations)
+                    ours = call(state, rows, bias_of(module))
+            except InvalidCallError:  # rows of this dtype with a bias of another, which torchao's product takes
+                continue
             found = product_of(module, state, rows)
             found.error = distance(ours, got)
             same = agrees(found.error, rows.dtype)
