@@ -312,6 +312,16 @@ def test_the_backend_computes_what_the_native_one_does_on_views(mask: str, causa
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_mode_that_hears_torchs_functions_hears_attention(gradients: bool) -> None:
+    """As diffusers skips scores for guidance by a perturbed model (``LayerSkipConfig(skip_attention_scores=True)``)."""
+    from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
+
+    query, key, value = torch.randn(3, 1, 5, 2, 8)
+    with torch.set_grad_enabled(gradients), AttentionScoreSkipFunctionMode():
+        assert torch.equal(integration.attend(query, key, value), value)
+
+
 def test_no_copy_is_made_of_views() -> None:
     """Shapes of Flux: queries, keys and values are BSHD, each a part of a larger tensor."""
     backend_inputs = torch.randn(1, 40, 3, 4, 16)

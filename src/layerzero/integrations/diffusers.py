@@ -30,6 +30,7 @@ from torch.nn import Module, functional
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError
 from layerzero.engine.fusion import written
+from layerzero.engine.transforms import in_function_mode
 
 NAME = "layerzero"
 TESTED = SpecifierSet(">=0.36,<0.43")
@@ -170,7 +171,7 @@ def attend(
     plain = attn_mask is None and not is_causal and not dropout_p and query.ndim == 4
     compiling = torch.compiler.is_compiling()
     plain = plain and query.shape[2] == key.shape[2] and not torch.is_autocast_enabled(query.device.type)
-    if plain and not written() and (compiling or COMPARED.get() is None):
+    if plain and not written() and (compiling or (COMPARED.get() is None and not in_function_mode())):
         return lz.attention(query, key, value, False, scale, layout="BSHD")
     views = (each.permute(0, 2, 1, 3) for each in (query, key, value))
     output = _as_torch(*views, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -172,7 +172,8 @@ def compared(found: Candidate) -> str:
                 return f"its own code is wrong with AMX, and no copy in float32 computes: {in_short(error)}"
         if got.dtype != expected.dtype or not agrees(found.error, dtype):
             wanted = f"at most {TOLERANCE.get(dtype, 0.0):.2g} of the largest value in {dtype_name(dtype)}"
-            return f"{found.calls} by {found.kernel} was off by {found.error:.2g} on random input, wanted {wanted}"
+            off = f"{found.kernel} was off by {found.error:.2g} on random input, wanted {wanted}"
+            return f"its output is not that of {found.calls}: {off}"
         if flat and not found.others and not all(_agrees(found, each, reads) for each in _elsewhere(found)):
             return ELSEWHERE
         return reads.why(may_read=found.may_read, may_compare=not flat)
