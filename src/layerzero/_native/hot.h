@@ -15,7 +15,7 @@
  *   module.c      declaring a function, and the module
  *
  * A call that this code does not understand in full goes to the Python callable with its original arguments: semantics
- * live there once. Everything here runs under the GIL; docs/decisions/0014 says what changes without one.
+ * live there once. Everything here runs under the GIL; docs/decisions/0033 says what changes without one.
  */
 #ifndef LAYERZERO_HOT_H
 #define LAYERZERO_HOT_H
