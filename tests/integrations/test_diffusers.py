@@ -278,7 +278,7 @@ def test_what_is_set_on_a_processor_of_ones_own_holds_before_and_after_undo() ->
     model.set_attn_processor(chosen)
     served = lz.register_with_diffusers(model)
     assert (len(served.served), chosen.calls) == (8, 0)
-    chosen.scale = 0.5  # as a caller does who keeps it
+    chosen.scale = 0.5  # as a caller does that keeps it
     halved = run(model, call)
     assert chosen.calls == 8
     next(iter(model.attn_processors.values())).scale = 0.0  # as diffusers' set_ip_adapter_scale does
@@ -427,7 +427,7 @@ def test_a_wrong_attention_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pipeline_that_takes_no_generator_gets_none() -> None:
-    """As FluxPriorReduxPipeline and LEditsPPPipelineStableDiffusionXL (0.42)."""
+    """As FluxPriorReduxPipeline (0.42); one that hands on whatever it gets does get one."""
 
     class Plain(diffusers.DiffusionPipeline):  # type: ignore[misc]
         def __init__(self, vae: Any) -> None:
@@ -440,6 +440,12 @@ def test_a_pipeline_that_takes_no_generator_gets_none() -> None:
     model, call = autoencoder()
     pipe = Plain(model.eval())
     assert torch.equal(attention.whole(pipe)(call["sample"]), pipe(call["sample"]))
+
+    class Handing(Plain):
+        def __call__(self, *given: Any, **named: Any) -> Any:
+            return named.get("generator")
+
+    assert isinstance(attention.whole(Handing(model))(call["sample"]), torch.Generator)
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -356,6 +356,14 @@ def test_a_write_that_torch_does_not_count_is_seen(name: str, size: int, way: st
         assert not any(packed.is_stale for _ in range(2 * LOOKS))
 
 
+def test_a_write_behind_the_last_whole_word_is_seen() -> None:
+    weight = nn.Parameter(torch.randn(3, 5).bfloat16(), requires_grad=False)
+    packed = lz.PackedWeight(weight)
+    packed.form("a kernel", lambda dense: (dense.clone(), dense.nbytes))
+    weight.data[-1, -1] += 1
+    assert any(packed.is_stale for _ in range(2 * LOOKS))
+
+
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2), (3, 4)])
 def test_a_write_to_a_weight_of_few_words_is_seen_at_once(shape: tuple[int, int]) -> None:
     weight = nn.Parameter(torch.randn(shape), requires_grad=False)

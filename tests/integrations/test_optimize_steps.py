@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -324,8 +326,8 @@ def test_attention_to_others_than_the_values_of_the_cache_is_stocks(where: str) 
     model, ids = made("DiffLlama"), tokens(2, 9)
     expected = greedy(model, ids, 12)
     lz.optimize(model, graph=True)
-    refused = pytest.warns(lz.LayerZeroWarning, match="keys and values that the cache keeps")
-    with refused if where == "device" else contextlib.nullcontext():
+    with warnings.catch_warnings():  # of Transformers 5.4 it computes attention by itself, and no step is tried
+        warnings.filterwarnings("ignore", ".*keys and values that the cache keeps", lz.LayerZeroWarning)
         assert torch.equal(greedy(model, ids, 12), expected)
 
 
@@ -350,6 +352,24 @@ def counting_from_one() -> Any:
     return kind(
         name(text_config=text, vision_config=vision | {"image_size": 16, "patch_size": 4}, image_token_index=100)
     )
+
+
+class Counting(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """Notes its calls, which makes it another model for a graph."""
+
+    calls = 0
+
+    def forward(self, input_ids: Any, position_ids: Any = None, past_key_values: Any = None, **named: Any) -> Any:
+        self.calls += 1
+        return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values, **named)
+
+
+def test_how_a_model_counts_is_looked_at_once(where: str) -> None:
+    model, ids = Counting(transformers.LlamaConfig(**SIZES)).eval(), tokens()
+    report = lz.optimize(model, graph=True)
+    with mock.patch.object(steps, "why_not_by_place", side_effect=steps.why_not_by_place) as looks:
+        by_hand(model, ids)
+    assert looks.call_count == 1, report
 
 
 PICTURE = 100
@@ -393,7 +413,8 @@ def test_positions_along_the_axes_of_a_picture_are_those_of_the_call(where: str)
     expected = written()
     report = lz.optimize(model, graph=True)
     torch.testing.assert_close(written(), expected, rtol=1e-4, atol=1e-4)
-    assert not state_of(report).left
+    # generate of Transformers 5.4 hands the sizes of pictures on to steps
+    assert state_of(report).left.keys() <= {"it got image_grid_thw"}
 
 
 def test_attention_that_is_told_a_window_where_its_cache_has_none_is_no_step(where: str) -> None:
@@ -453,4 +474,5 @@ def test_kinds_of_tokens_that_a_model_makes_masks_of_leave_other_steps_captured(
             results[-1] += [each(ids[:, :1], past_key_values=cache, **more).logits for more in (kinds, {}, kinds)]
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    assert dict(state_of(report).left) == {"it got token_type_ids": 2}
+    # Transformers 5.4 makes no mask of kinds that are all 0
+    assert dict(state_of(report).left) in ({"it got token_type_ids": 2}, {})

@@ -48,7 +48,7 @@ HARMLESS = frozenset({
     *("input_ids", "inputs_embeds", "input_features", "pixel_values", "pixel_values_videos", "image_grid_thw"),
     *("video_grid_thw", "image_sizes", "mm_encoder_outputs", "encoder_hidden_states", "encoder_outputs"),
     *("decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids"),
-    *("original_sizes", "reshaped_input_sizes", "interpolate_pos_encoding"),  # of SAM 2's pictures, and of DINOv2's
+    *("original_sizes", "reshaped_input_sizes", "interpolate_pos_encoding"),  # of SAM's and DINOv2's pictures
 })  # fmt: skip
 """Arguments that Transformers' models (5.23) hand on and that leave the result as it is: models give whatever they do
 not know to their attention. All others are errors: one that a later version gives a meaning is not ignored."""
@@ -260,7 +260,8 @@ def attention_forward(
             raise InvalidCallError("lz.optimize(graph=True)", [problem])
         told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return one_token(query, key, value, scaling, told), None
-    sliding_window = None if exchanged and packed is None else sliding_window  # torch's function reads masks alone
+    if packed is None and (exchanged or transformers_patches.EXCHANGES.get()):  # torch's function reads masks alone
+        sliding_window = None
     marked = attention_mask if position_bias is None else None  # a bias needs all of the mask
     seen = 0 if marked is None else transformers_patches.keys_seen(marked, q_length)
     if marked is not None and seen and key.shape[2] <= marked.shape[-1]:  # else it is a mask of other keys: an error
@@ -296,8 +297,7 @@ def attention_forward(
     if attention_mask is not None and not own and _is_the_compilers(module, query, key):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        rows = module, query, key, value, attention_mask
-        return sdpa_attention_forward(*rows, dropout=dropout, scaling=scaling)  # type: ignore[no-any-return]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)  # type: ignore[no-any-return]
 
     named: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": s_aux}
     if packed is not None:

@@ -19,6 +19,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.core.errors import InvalidCallError, LayerZeroWarning
 from layerzero.core.system import warn
+
+EXCHANGES: ContextVar[bool] = ContextVar("layerzero_exchanges", default=False)
+"""Whether LayerZero's attention is compared as ``lz.optimize`` would put it in the place of torch's function."""
 
 VERSIONS = SpecifierSet(">=5.4,<6")
 """Versions of Transformers whose masks, layers and caches are known: before 5.4 ``cache_position`` made masks."""

@@ -53,7 +53,19 @@ class Glance:
         late: whether a part differed, where the words that each look compares did not: calls before may have missed it.
     """
 
-    __slots__ = ("_at", "_bytes", "_left", "_memory", "_part", "_places", "_stands", "_storage", "_sums", "late")
+    __slots__ = (
+        "_at",
+        "_bytes",
+        "_left",
+        "_memory",
+        "_part",
+        "_places",
+        "_size",
+        "_stands",
+        "_storage",
+        "_sums",
+        "late",
+    )
 
     def __init__(self, weight: Tensor) -> None:
         self.late = False
@@ -65,7 +77,8 @@ class Glance:
         storage = weight.untyped_storage()
         offset = int(weight.storage_offset()) * weight.element_size()
         self._storage, self._at, self._bytes = storage, storage.data_ptr(), storage.nbytes()
-        if offset + words * _WORD > self._bytes:  # it was exchanged in between
+        self._size = weight.nbytes
+        if offset + self._size > self._bytes:  # it was exchanged in between
             return
         self._memory = (ctypes.c_uint64 * words).from_address(self._at + offset)
         spread = (int(words * (number * _GOLDEN % 1.0)) for number in range(1, WORDS + 1))
@@ -91,13 +104,13 @@ class Glance:
         """Note the checksums of all parts, once something was made of the weight."""
         if self._sums or not self._is_there():
             return
-        size = ctypes.sizeof(self._memory)
+        size = self._size
         self._part = max(LEAST_BYTES, -(-size // PARTS))
         self._left = EVERY * -(-size // self._part)
         self._sums = [self._sum(start) for start in range(0, size, self._part)]
 
     def _sum(self, start: int) -> int:
-        size = min(self._part, ctypes.sizeof(self._memory) - start)
+        size = min(self._part, self._size - start)
         address = ctypes.addressof(self._memory) + start
         in_c = IN_C.get("checksum")
         return in_c(address, size) if in_c else zlib.crc32((ctypes.c_char * size).from_address(address))

@@ -34,7 +34,8 @@ class Pipeline:
         from layerzero.integrations.diffusers import module_of
 
         self.pipe, self.model = pipe, module_of(pipe)
-        self._draws = "generator" in inspect.signature(pipe.__call__).parameters
+        names = inspect.signature(pipe.__call__).parameters
+        self._draws = "generator" in names or any(each.kind is each.VAR_KEYWORD for each in names.values())
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         if not self._draws:  # as FluxPriorRedux

@@ -265,9 +265,6 @@ def configs_of(module: Module, attribute: str = "_attn_implementation_internal")
 
 _ERRORS: ContextVar[list[tuple[float, torch.dtype, str]] | None] = ContextVar("layerzero_errors", default=None)
 
-_EXCHANGES: ContextVar[bool] = ContextVar("layerzero_exchanges", default=False)
-"""Whether what is compared is an exchange, which reads no window where Transformers' function reads masks alone."""
-
 _LAST: ContextVar[str] = ContextVar("layerzero_last_kernel", default="")
 """The kernel that ran last while two are compared."""
 
@@ -324,8 +321,6 @@ def comparing(
     theirs = theirs_of(module)(module, query, key, value, mask, **named)
     errors = _ERRORS.get()
     if errors is not None:
-        if _EXCHANGES.get() and "cu_seq_lens_k" not in named:
-            named["sliding_window"] = None
         ours, _ = attention_forward(module, query, key, value, mask, **named)
         errors.append((distance(*seen_rows(mask, ours, theirs[0])), query.dtype, _LAST.get()))
     return theirs
@@ -362,7 +357,9 @@ def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None,
             kernels[plan.kernel_id] = None
             _LAST.set(plan.kernel_id)
 
-    exchanges = holding(_EXCHANGES, not swap.chosen)
+    from layerzero.integrations.transformers_patches import EXCHANGES
+
+    exchanges = holding(EXCHANGES, not swap.chosen)
     with holding(_ERRORS, errors), exchanges, calls_told(saw), swap.meanwhile(COMPARED):
         run()
     if not errors:

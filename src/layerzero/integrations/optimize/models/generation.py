@@ -94,7 +94,8 @@ def why_not_by_place(model: Any, device: torch.device) -> str:
             )
     except Exception as error:  # noqa: BLE001  # whatever a model's code raises of so few tokens
         return f"it got no position_ids, and does not show how it counts: {in_short(error)}"
-    return "" if torch.equal(own, by_place) else "it got no position_ids, and counts others than places of its cache"
+    same = torch.allclose(own, by_place, rtol=0.0, atol=0.0, equal_nan=True)
+    return "" if same else "it got no position_ids, and counts others than places of its cache"
 
 
 def _check(cache: Any, tokens: Tensor, more: Mapping[str, Any], **given: float | None) -> None:

@@ -102,7 +102,6 @@ class Steps(State):
         self._kinds = dynamic_cache.kinds_of(self._model)
         self._stamp = Stamp(self._model, whole=False)
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
-        self._counts = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
         model = memo.get(id(self._model))
@@ -142,7 +141,7 @@ class Steps(State):
             return "its weights were made in inference mode, and do not tell of writes"
         config = self._model.config
         configs = config, getattr(config, "text_config", None)
-        if any(getattr(each, name, False) for each in configs for name in _MORE):
+        if any(getattr(each, name, False) for each in configs for name in _MORE if named.get(name) is None):
             return "its configuration asks for hidden states, attention weights or logits of routers"
         cache, mask = dynamic_cache.cache_in(named), named.get("attention_mask")
         if self._has(cache) is None:
@@ -155,8 +154,8 @@ class Steps(State):
             return "tokens are hidden (padding), or the mask is not (B, length)"
         for name in OF_TOKENS:
             value = named.get(name)
-            if value is not None and (value.ndim not in {2, 3} or value.shape[-1] != 1):
-                return f"its {name} are {tuple(value.shape)}, wanted (B, 1) or (A, B, 1)"
+            if value is not None and (value.ndim not in {1, 2, 3} or value.shape[-1] != 1):
+                return f"its {name} are {tuple(value.shape)}, wanted (1,), (B, 1) or (A, B, 1)"
         if named.get("position_ids") is not None:
             return ""
         if self._counts is None:
@@ -279,9 +278,7 @@ class Steps(State):
     def _on_device(self, held: Held) -> Any:
         memory, drawing = held.memory, DRAWING.get()
         places = min(bucket(held.length + 1), memory.capacity)
-        given = [
-            id(each) for each in memory.given.values()
-        ]  # they live as long as the memory, and its graphs no longer
+        given = [id(each) for each in memory.given.values()]  # they live as long as the memory, with which graphs go
         key = memory.batch, places, f"{'' if drawing is None else drawing.kind} {given}"
         state = [(each.data_ptr(), each._version) for each in self._tensors]
         numbers = self._told_to_device(memory, drawing)

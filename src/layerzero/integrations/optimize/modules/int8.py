@@ -144,7 +144,8 @@ def _by_value(module: Module, pairs: list[tuple[Place, Place]]) -> Candidate | s
                 with quiet(module):
                     state = Held(module, functools.partial(_read, places), _weight, activations)
                     ours = call(state, rows, bias_of(module))
-            except InvalidCallError:  # rows of this dtype with a bias of another, which torchao's product takes
+            except InvalidCallError as error:  # rows of another dtype than the bias, which torchao's product takes
+                why = in_short(error)
                 continue
             found = product_of(module, state, rows)
             found.error = distance(ours, got)

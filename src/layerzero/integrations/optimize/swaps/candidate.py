@@ -319,15 +319,19 @@ def quiet(module: Module) -> Iterator[None]:
     Qwen2-VL keeps how far a call's pictures moved positions, for those after it. Two rows of text raised behind one row
     with a picture (Transformers 5.24, 2026-11-30).
     """
-    states = [(vars(each), each.training, vars(each).get("rope_deltas")) for each in module.modules()]
-    for each, _, _ in states:
-        each.update({"training": False} | dict.fromkeys(each.keys() & {"rope_deltas"}))
+    states = [(each, each.training, vars(each).get("rope_deltas")) for each in module.modules()]
+    for each, _, moved in states:
+        each.training = False
+        if moved is not None:
+            vars(each)["rope_deltas"] = None
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             yield
     finally:
         for each, training, moved in states:
-            each.update({"training": training} | dict.fromkeys(each.keys() & {"rope_deltas"}, moved))
+            each.training = training
+            if "rope_deltas" in vars(each):
+                vars(each)["rope_deltas"] = moved
 
 
 @contextmanager
