@@ -20,7 +20,7 @@ from drawing import mostly
 from layerzero.integrations.optimize.attention.transformers import attention_swap
 from layerzero.integrations.optimize.modules.norms import norm
 from layerzero.integrations.optimize.modules.products import block, linear
-from layerzero.integrations.optimize.swaps.candidate import Candidate
+from layerzero.integrations.optimize.swaps.candidate import Candidate, quiet
 from layerzero.integrations.optimize.swaps.swap import is_swapped
 
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
@@ -350,3 +350,12 @@ def test_scripting_gives_modules_their_own_code_back_and_says_so() -> None:
         torch.testing.assert_close(torch.jit.script(model)(rows), expected)
     assert not any({"forward", "_layerzero", "__prepare_scriptable__"} & set(vars(each)) for each in model.modules())
     assert torch.equal(model(rows), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_scripted_module_keeps_its_mode() -> None:
+    dropout = torch.jit.script(nn.Dropout(0.5))
+    with quiet(nn.Sequential(dropout.train())):
+        assert torch.equal(dropout(torch.ones(64)), torch.ones(64)), "its mode lies where no attribute of Python does"
+    assert dropout.training
+    assert "training" not in vars(dropout)
