@@ -260,7 +260,7 @@ def attention_forward(
             raise InvalidCallError("lz.optimize(graph=True)", [problem])
         told = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         return one_token(query, key, value, scaling, told), None
-    if packed is None and (exchanged or transformers_patches.EXCHANGES.get()):  # torch's function reads masks alone
+    if packed is None and (exchanged or transformers_patches.exchanges()):  # torch's function reads masks alone
         sliding_window = None
     marked = attention_mask if position_bias is None else None  # a bias needs all of the mask
     seen = 0 if marked is None else transformers_patches.keys_seen(marked, q_length)

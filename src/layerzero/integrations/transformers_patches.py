@@ -33,6 +33,12 @@ from layerzero.core.system import warn
 EXCHANGES: ContextVar[bool] = ContextVar("layerzero_exchanges", default=False)
 """Whether LayerZero's attention is compared as ``lz.optimize`` would put it in the place of torch's function."""
 
+
+def exchanges() -> bool:
+    """Whether that is so now; nothing is compared in code that is compiled, and Dynamo knows no ContextVar."""
+    return not torch.compiler.is_compiling() and EXCHANGES.get()
+
+
 VERSIONS = SpecifierSet(">=5.4,<6")
 """Versions of Transformers whose masks, layers and caches are known: before 5.4 ``cache_position`` made masks."""
 
