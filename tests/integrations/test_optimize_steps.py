@@ -341,17 +341,14 @@ def by_hand(model: Any, ids: torch.Tensor, new: int = 6) -> torch.Tensor:
     return torch.stack(logits, 1)
 
 
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+TOWER |= {"image_size": 16, "patch_size": 4}
+
+
 def counting_from_one() -> Any:
-    name, kind, tiny = (
-        transformers.PaliGemmaConfig,
-        transformers.PaliGemmaForConditionalGeneration,
-        SIZES | {"head_dim": 8},
-    )
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    text = tiny | {"model_type": "gemma"}
-    return kind(
-        name(text_config=text, vision_config=vision | {"image_size": 16, "patch_size": 4}, image_token_index=100)
-    )
+    text = SIZES | {"head_dim": 8, "model_type": "gemma"}
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=TOWER, image_token_index=100)
+    return transformers.PaliGemmaForConditionalGeneration(config)
 
 
 class Counting(transformers.LlamaForCausalLM):  # type: ignore[misc]
@@ -458,12 +455,10 @@ def test_a_configuration_that_asks_for_routers_logits_gets_them() -> None:
 
 
 def test_kinds_of_tokens_that_a_model_makes_masks_of_leave_other_steps_captured(where: str) -> None:
-    picture = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes = SIZES | {"head_dim": 8, "sliding_window": 6}
-    seen = picture | {"image_size": 16, "patch_size": 4}
     told = {"image_token_index": 100, "boi_token_index": 98, "eoi_token_index": 99, "mm_tokens_per_image": 4}
     torch.manual_seed(0)
-    config = transformers.Gemma3Config(text_config=sizes, vision_config=seen, **told)
+    config = transformers.Gemma3Config(text_config=sizes, vision_config=TOWER, **told)
     model, ids = transformers.Gemma3ForConditionalGeneration(config).eval(), tokens() % 97
     results = []
     for report in (None, lz.optimize(copy.deepcopy(model), graph=True)):

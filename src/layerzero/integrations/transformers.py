@@ -175,10 +175,8 @@ def has_float_mask(config: Any) -> bool:
 
 def theirs_of(module: torch.nn.Module) -> Callable[..., Any]:
     """The attention function of Transformers for a module: torch's, or the neighbouring one where it has none."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     if not has_float_mask(getattr(module, "config", None)):
-        return sdpa_attention_forward  # type: ignore[no-any-return]
+        return transformers_patches.torchs_attention()
     for cls in type(module).__mro__:  # a class that was made from theirs lies in another file
         own: Callable[..., Any] | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if own is not None:
@@ -295,9 +293,11 @@ def attention_forward(
     deterministic = "deterministic" in kwargs and kwargs["deterministic"]
     own = softcap is not None or s_aux is not None or deterministic
     if attention_mask is not None and not own and _is_the_compilers(module, query, key):
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling)  # type: ignore[no-any-return]
+        torchs = transformers_patches.torchs_attention()
+        traced: tuple[Tensor, None] = torchs(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
+        )
+        return traced
 
     named: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": s_aux}
     if packed is not None:

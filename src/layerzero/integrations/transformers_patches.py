@@ -34,6 +34,14 @@ EXCHANGES: ContextVar[bool] = ContextVar("layerzero_exchanges", default=False)
 """Whether LayerZero's attention is compared as ``lz.optimize`` would put it in the place of torch's function."""
 
 
+def torchs_attention() -> Callable[..., Any]:
+    """Transformers' own attention by torch's function, under the name ``sdpa``."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    torchs: Callable[..., Any] = sdpa_attention_forward
+    return torchs
+
+
 def exchanges() -> bool:
     """Whether that is so now; nothing is compared in code that is compiled, and Dynamo knows no ContextVar."""
     return not torch.compiler.is_compiling() and EXCHANGES.get()
@@ -111,8 +119,6 @@ def serve_batches(names: Collection[str]) -> None:
 
     A version of Transformers without these functions keeps its own refusal, which names what works.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     try:
         from transformers.generation.continuous_batching import input_outputs
         from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
@@ -121,7 +127,7 @@ def serve_batches(names: Collection[str]) -> None:
     if not hasattr(Manager, "switch_to_cb_friendly_attn"):
         return
     served = hasattr(input_outputs, "attn_mask_is_needed")
-    served = served and "cache" in inspect.signature(sdpa_attention_forward).parameters
+    served = served and "cache" in inspect.signature(torchs_attention()).parameters
     switch = Manager.switch_to_cb_friendly_attn
     if hasattr(switch, "_layerzero"):
         return
