@@ -73,6 +73,7 @@ def install(put: Any = setattr) -> None:
     stubs |= {"stream": lambda _: contextlib.nullcontext(), "synchronize": lambda *_: None, "current_device": lambda: 0}
     stubs |= {"graph_pool_handle": lambda: (0, 1), "set_stream": lambda _: None, "device_count": lambda: 1}
     stubs |= {"get_sync_debug_mode": lambda: 0, "set_sync_debug_mode": lambda _: None, "memory_stats": lambda _: {}}
+    stubs["is_current_stream_capturing"] = lambda: False  # as a build for the CPU says; one for CUDA asks a driver
     for name, stub in stubs.items():
         put(torch.cuda, name, stub)
     put(graph_capture, "_memory_freed", lambda *_: False)
