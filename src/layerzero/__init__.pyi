@@ -92,8 +92,8 @@ from layerzero.ops.quantize import QuantizedWeight, WeightFormat, quantize_weigh
 from layerzero.ops.quantize.route import dequantize, quantize
 from layerzero.ops.ragged import RaggedMetadata
 from layerzero.ops.rope import rope_frequencies, rope_table
+from layerzero.ops.rope.declare import rope, rope_
 from layerzero.ops.rope.normed import qk_norm_rope, rope_one
-from layerzero.ops.rope.route import rope, rope_
 from layerzero.ops.rope.split import split_qkv_norm_rope
 from layerzero.ops.rope_append.route import rope_append_
 from layerzero.ops.rope_append.split import split_qkv_norm_rope_append_

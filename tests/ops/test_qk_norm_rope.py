@@ -10,7 +10,7 @@ from drawing import at_once, examples
 from layerzero.core.reasons import ReasonCode
 from layerzero.ops import OPERATIONS
 from layerzero.ops.rope.declare import cos_sin
-from layerzero.ops.rope.normed import qk_norm_rope_reference
+from layerzero.ops.rope.normed import qk_norm_rope
 
 CPU = torch.device("cpu")
 LIBRARIES = {"torch": "2.11.0", "flashinfer-python": "0.7.2.post1", "vllm": "0.20.0"}
@@ -49,7 +49,7 @@ def test_one_plus_the_weight_as_gemma_has_it():
 
 def test_flattened_tokens_and_heads_first_are_the_same_call():
     query, key, q_weight, k_weight, cos, sin, positions = tensors()
-    wanted = qk_norm_rope_reference(query, key, q_weight, k_weight, cos, sin, positions=positions)
+    wanted = qk_norm_rope(query, key, q_weight, k_weight, cos, sin, positions=positions)
     rest = (q_weight, k_weight, cos, sin)
     flat = lz.qk_norm_rope(query.flatten(0, 1), key.flatten(0, 1), *rest, positions.flatten())
     turned = lz.qk_norm_rope(query.transpose(1, 2), key.transpose(1, 2), *rest, positions, layout="BHSD")

@@ -8,7 +8,7 @@ import torch
 import layerzero as lz
 from drawing import at_once, examples
 from layerzero.engine.functions import CALLS
-from layerzero.ops.rope.declare import cos_sin, rope_reference
+from layerzero.ops.rope.declare import cos_sin, rope
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_entries_beyond_the_table_width_pass_through(interleaved):
 
 def test_flattened_tokens_a_batch_and_heads_first_are_the_same_call():
     query, key, cos, sin, positions = tensors()
-    wanted = rope_reference(query, key, cos, sin, positions=positions)
+    wanted = rope(query, key, cos, sin, positions=positions)
     flat = lz.rope(query.flatten(0, 1), key.flatten(0, 1), cos, sin, positions.flatten())
     turned = lz.rope(query.transpose(1, 2), key.transpose(1, 2), cos, sin, positions, layout="BHSD")
     for one, other, third in zip(flat, turned, wanted, strict=True):
@@ -75,7 +75,7 @@ def test_in_place_on_the_parts_of_one_projection(heads, kv_heads, tokens):
     query, key, cos, sin, positions = tensors(batch=None, seq=tokens, heads=heads, kv_heads=kv_heads)
     packed = torch.cat([each.flatten(1) for each in (query, key, key)], -1)
     q, k, v = torch.split(packed, [each * 64 for each in (heads, kv_heads, kv_heads)], -1)
-    wanted = rope_reference(query, key, cos, sin, positions=positions)
+    wanted = rope(query, key, cos, sin, positions=positions)
     assert lz.rope_(q.view(query.shape), k.view(key.shape), cos, sin, positions) is None
     for one, other in zip((q, k), wanted, strict=True):
         torch.testing.assert_close(one, other.flatten(1), rtol=1e-5, atol=1e-5)
@@ -178,7 +178,7 @@ def test_few_choices_serve_every_number_of_tokens(name):
     for tokens in range(1, 301):
         query, key = torch.randn(tokens, 4, 64), torch.randn(tokens, 2, 64)
         positions = torch.randint(0, 4096, (tokens,))
-        wanted = rope_reference(query, key, cos, sin, positions=positions)
+        wanted = rope(query, key, cos, sin, positions=positions)
         got = getattr(lz, name)(query, key, cos, sin, positions) or (query, key)
         chosen = max(chosen, cache.size() - before)
         for one, other in zip(got, wanted, strict=True):
@@ -201,7 +201,7 @@ def test_a_table_in_two_tensors_on_the_plan_of_a_joined_one():
     loose = torch.randn(40, 64)[:, :32], torch.randn(40, 64)[:, 32:]  # the same strides, other memory
     for pair in ((cos, sin), loose):
         got = lz.rope(query, key, *pair, positions)
-        for one, other in zip(got, rope_reference(query, key, *pair, positions=positions), strict=True):
+        for one, other in zip(got, rope(query, key, *pair, positions=positions), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 

@@ -12,7 +12,7 @@ from layerzero.backends.vllm_cpu.norm import VLLM_CPU
 from layerzero.core.device import Device
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.probe import this_machine
-from layerzero.ops.rope.declare import cos_sin, rope_reference
+from layerzero.ops.rope.declare import cos_sin, rope
 
 LIBRARIES = {"torch": "2.11.0", "flashinfer-python": "0.7.2.post1", "vllm": "0.20.0", "liger-kernel": "0.8.5"}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -100,7 +100,7 @@ def test_positions_that_are_stepped_or_shared_are_read_as_they_are(dtype, way):
     name = "vllm.cpu.rope" if way == "rope" else "vllm.cpu.rope_inplace"
     for positions in (stepped, stepped[0], stepped[:1], stepped.int(), None):
         given = query.clone(), key.clone()
-        wanted = rope_reference(query, key, cos, sin, positions=positions)
+        wanted = rope(query, key, cos, sin, positions=positions)
         with lz.scope(locks={way: name}):
             got = getattr(lz, way)(*given, cos, sin, positions, layout="BSHD") or given
         for one, other in zip(got, wanted, strict=True):
@@ -136,7 +136,7 @@ def test_one_token_in_place_takes_fewer_operators_than_transformers(dtype):
 def test_one_token_of_many_sequences_shares_a_row_of_the_table():
     query, key = torch.randn(96, 1, 32, 128), torch.randn(96, 1, 8, 128)  # more than a CPU rotates at once
     cos, sin = lz.rope_table(1, 128)
-    expected = rope_reference(query, key, cos, sin)
+    expected = rope(query, key, cos, sin)
     with lz.scope(locks={"posenc.rope.inplace": "torch.rope_inplace"}):
         lz.rope_(query, key, cos, sin, layout="BSHD")
     torch.testing.assert_close((query, key), expected)

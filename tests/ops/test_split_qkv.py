@@ -16,7 +16,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
 from layerzero.ops.rope.declare import cos_sin
-from layerzero.ops.rope.normed import qk_norm_rope_reference
+from layerzero.ops.rope.normed import qk_norm_rope
 
 CPU = torch.device("cpu")
 LIBRARIES = {"torch": "2.11.0", "flashinfer-python": "0.7.2.post1", "vllm": "0.20.0"}
@@ -165,7 +165,7 @@ def _fused(qkv, heads, kv_heads, value_heads, head_dim, eps, q_weight, k_weight,
     assert places.shape == qkv.shape[:1]
     assert table.is_contiguous()
     query, key, _ = qkv.view(len(qkv), -1, head_dim).split((heads, kv_heads, value_heads), 1)
-    pair = qk_norm_rope_reference(
+    pair = qk_norm_rope(
         *(query, key, q_weight, k_weight, *table.chunk(2, -1)), positions=places, interleaved=not half_split, eps=eps
     )
     for tensor, result in zip((query, key), pair, strict=True):

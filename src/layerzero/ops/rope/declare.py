@@ -42,18 +42,35 @@ def rotated(tensor: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, wide
     return torch.cat((joined.to(tensor.dtype), rest), -1)
 
 
-def rope_reference(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
+def rope(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate pairs of entries of each head: ``(x cos - y sin, y cos + x sin)``.
+    """Rotate queries and keys by the angles of their positions; ``lz.rope_one`` rotates one tensor.
 
-    A pair is (i, i + R/2), or (2i, 2i + 1) if interleaved; entries from R on pass through.
-
-    Shapes: query (..., S, H, D), key (..., S, K, D), cos and sin (P, R/2), positions (..., S) or (S,), 0 to S-1 without
-    → (..., S, H, D), (..., S, K, D)
-    Dtype: computes in float32 or what is wider of the tensors; returns that of query and key. cos and sin as they are.
-    Units: positions in rows of the table.
-    Source: RoFormer, arXiv:2104.09864; half-split as GPT-NeoX has it, interleaved as GPT-J and GGUF files do.
+    Shapes: query (T, H, D), key (T, K, D), positions (T,); or query (B, S, H, D), key (B, S, K, D), positions (B, S),
+        (1, S) or (S,), axes 1 and 2 of query and key swapped in BHSD; cos and sin (P, R/2), R at most D → query's and
+        key's. Entries of a head from R on pass through.
+    Dtype: query and key the same floating dtype, returned; cos and sin floating, the same for both, float32 at best;
+        positions int32 or int64. Computes in float32 or wider.
+    Args:
+        cos, sin: a row for each position. ``lz.rope_table`` makes them side by side in one tensor, which kernels that
+            want them joined read without a copy.
+        positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake: an error on
+            a CPU, and in debug mode elsewhere.
+        interleaved: pairs are entries 2i and 2i + 1 (GPT-J, GGUF files), not i and i + R/2 (GPT-NeoX, Transformers).
+        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and positions say, an error where
+            both fit. Of three axes the first are tokens.
+    Returns: the rotated query and key.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a sequence longer than the table without
+        positions; on a CPU and in debug mode for positions beyond it, too.
+    Source: RoFormer, arXiv:2104.09864.
     """
     wide = wide_dtype(query, cos, sin)
     rows = [each.to(wide) for each in stock.rows_of(cos, sin, positions, query.shape[-3])]
@@ -61,14 +78,24 @@ def rope_reference(
     return query, key
 
 
-def rope_inplace_reference(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
+def rope_(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
 ) -> None:
-    """``posenc.rope``, written over query and key; entries from R on are not touched.
+    """Rotate queries and keys in place, as ``lz.rope`` does; views of one projection's output may be given.
 
-    Shapes, dtypes, units and source as of ``posenc.rope``. Mutates query and key; returns nothing.
+    Shapes, dtypes, arguments and source as of ``lz.rope``. Writes over the first R entries of each head of query and
+    key, and returns nothing.
+    Raises: InvalidCallError as ``lz.rope``, and for a query or key that needs gradients as a leaf, that overlaps itself
+        in memory, or that shares elements with the other or with the table.
     """
-    results = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
+    results = rope(query, key, cos, sin, positions=positions, interleaved=interleaved)
     width = 2 * cos.shape[-1]
     for each, result in zip((query, key), results, strict=True):
         each[..., :width] = result[..., :width]
@@ -223,7 +250,7 @@ PAIR_OUT = tuple(
 ROPE = operation(
     "posenc.rope",
     "Rotary positions of queries and keys",
-    rope_reference,
+    rope,
     inputs=(*PAIR, *COS_SIN, POSITIONS),
     outputs=PAIR_OUT,
     stock=stock.rope,
@@ -232,7 +259,7 @@ ROPE = operation(
 ROPE_INPLACE = operation(
     "posenc.rope.inplace",
     "Rotary positions written over queries and keys",
-    rope_inplace_reference,
+    rope_,
     inputs=(*(replace(each, mutated=True) for each in PAIR), *COS_SIN, POSITIONS),
     stock=stock.rope_,
     **_COMMON,

@@ -1,6 +1,6 @@
 """Norm and rotation of queries and keys in one: posenc.qk_norm_rope.
 
-Math: ``rotate(x / sqrt(mean(x^2) + eps) * weight)`` over the features of each head; see :func:`qk_norm_rope_reference`.
+Math: ``rotate(x / sqrt(mean(x^2) + eps) * weight)`` over the features of each head; see :func:`qk_norm_rope`.
 
 Rotary positions of one tensor: posenc.rope.one, for keys that are rotated apart from queries or shared by heads.
 """
@@ -46,25 +46,35 @@ def normed(tensor: Tensor, weight: Tensor, eps: float, plus_one: bool, wide: tor
     return scaled * (weight + 1.0 if plus_one else weight)
 
 
-def qk_norm_rope_reference(
+def qk_norm_rope(
     query: Tensor,
     key: Tensor,
     q_weight: Tensor,
     k_weight: Tensor,
     cos: Tensor,
     sin: Tensor,
-    *,
     positions: Tensor | None = None,
-    interleaved: bool = False,
+    *,
     eps: float = 1e-6,
     plus_one: bool = False,
+    interleaved: bool = False,
+    layout: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise each head by its root mean square, scale it by the weight, or one plus that, and rotate it.
+    """Normalise each head of queries and keys by its root mean square, scale it by a weight, then rotate it.
 
-    Shapes: as of ``posenc.rope``; q_weight and k_weight (D,).
-    Dtype: computes in float32 or what is wider of the tensors and rounds once; returns that of query and key.
+    ``lz.rope(lz.rms_norm(query, q_weight), lz.rms_norm(key, k_weight), cos, sin, positions)`` as one call.
+
+    Shapes: query, key, cos, sin and positions as of ``lz.rope``; q_weight and k_weight (D,) → query's and key's. The
+        norm takes all D entries of a head, the rotation the first R.
+    Dtype: query, key and both weights the same floating dtype, returned; cos and sin as of ``lz.rope``. Computes in
+        float32 or wider; kernels may round between norm and rotation.
     Units: eps in x^2.
-    Source: Qwen3, arXiv:2505.09388; one plus the weight as Gemma 3, arXiv:2503.19786; RoFormer, arXiv:2104.09864.
+    Args:
+        plus_one: scale by ``1 + weight``, as Gemma's models do.
+        positions, interleaved, layout: as of ``lz.rope``.
+    Returns: the normalised and rotated query and key.
+    Raises: InvalidCallError as ``lz.rope``, and for weights of another width, or an eps that is negative or not finite.
+    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
     """
     wide = declare.wide_dtype(query, cos, sin)
     rows = [each.to(wide) for each in stock.rows_of(cos, sin, positions, query.shape[-3])]
@@ -135,7 +145,7 @@ def both_weights(arguments: Mapping[str, Any]) -> list[str]:
 QK_NORM_ROPE = operation(
     "posenc.qk_norm_rope",
     "Root mean square norm of each head of queries and keys, then rotary positions",
-    qk_norm_rope_reference,
+    qk_norm_rope,
     inputs=(*declare.PAIR, "q_weight: head_dim", "k_weight: head_dim", *declare.COS_SIN, declare.POSITIONS),
     outputs=declare.PAIR_OUT,
     params=(declare.INTERLEAVED, EPS, PLUS_ONE),
@@ -151,7 +161,7 @@ QK_NORM_ROPE = operation(
     ),
     tolerance=TOLERANCE,
     tolerance_reason=TOLERANCE_REASON,
-    judge=judged_by_pairs(qk_norm_rope_reference, ("query_out", "key_out")),
+    judge=judged_by_pairs(qk_norm_rope, ("query_out", "key_out")),
     derive=declare.of_table,
     derived_from=declare.OF_TABLE,
     examples=_examples,
@@ -162,52 +172,34 @@ QK_NORM_ROPE = operation(
 )
 
 
-def qk_norm_rope(
-    query: Tensor,
-    key: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    plus_one: bool = False,
-    interleaved: bool = False,
-    layout: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Normalise each head of queries and keys by its root mean square, scale it by a weight, then rotate it.
-
-    ``lz.rope(lz.rms_norm(query, q_weight), lz.rms_norm(key, k_weight), cos, sin, positions)`` as one call.
-
-    Shapes: query, key, cos, sin and positions as of ``lz.rope``; q_weight and k_weight (D,) → query's and key's. The
-        norm takes all D entries of a head, the rotation the first R.
-    Dtype: query, key and both weights the same floating dtype, returned; cos and sin as of ``lz.rope``. Computes in
-        float32 or wider; kernels may round between norm and rotation.
-    Units: eps in x^2.
-    Args:
-        plus_one: scale by ``1 + weight``, as Gemma's models do.
-        positions, interleaved, layout: as of ``lz.rope``.
-    Returns: the normalised and rotated query and key.
-    Raises: InvalidCallError as ``lz.rope``, and for weights of another width, or an eps that is negative or not finite.
-    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     found = routed("qk_norm_rope", QK_NORM_ROPE, arguments, default_layout)
     refuse("qk_norm_rope", eps_problems(arguments))
     return found
 
 
-def rope_one_reference(
-    input: Tensor, cos: Tensor, sin: Tensor, *, positions: Tensor | None = None, interleaved: bool = False
+def rope_one(
+    input: Tensor,  # torch's name
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None = None,
+    *,
+    interleaved: bool = False,
+    layout: str | None = None,
 ) -> Tensor:
-    """``posenc.rope`` of one tensor.
+    """Rotate one tensor by the angles of its positions, as ``lz.rope`` rotates queries and keys.
 
-    Shapes: input (..., S, H, D), cos and sin (P, R/2), positions (..., S) or (S,), 0 to S-1 without → input's
-    Dtype, units and source: as of ``posenc.rope``.
+    For keys that are rotated apart from their queries, and for the part of latent attention's keys that heads share.
+
+    Shapes: input (T, H, D), positions (T,); or input (B, S, H, D), positions (B, S), (1, S) or (S,), axes 1 and 2 of
+        input swapped in BHSD; cos and sin (P, R/2), R at most D → input's. Entries of a head from R on pass through.
+    Dtype: input floating, returned; the rest as of ``lz.rope``.
+    Args:
+        cos, sin, positions, interleaved: as of ``lz.rope``.
+        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default the configured one, else what strides and positions
+            say, else BSHD with a warning. Of three axes the first are tokens.
+    Raises: InvalidCallError as ``lz.rope``.
+    Source: RoFormer, arXiv:2104.09864.
     """
     wide = declare.wide_dtype(input, cos, sin)
     rows = [each.to(wide) for each in stock.rows_of(cos, sin, positions, input.shape[-3])]
@@ -237,7 +229,7 @@ def _examples_of_one(case: Case, dtype: torch.dtype, device: torch.device, gener
 ROPE_ONE = operation(
     "posenc.rope.one",
     "Rotary positions of one tensor",
-    rope_one_reference,
+    rope_one,
     inputs=(tensor(f"input: {' '.join(declare.QUERY)}", has_layout=True), *declare.COS_SIN, declare.POSITIONS),
     outputs=(tensor(f"output: {' '.join(declare.QUERY)}", has_layout=True),),
     params=(declare.INTERLEAVED,),
@@ -263,32 +255,6 @@ ROPE_ONE = operation(
 
 
 _ONE = "rope_one"
-
-
-def rope_one(
-    input: Tensor,  # torch's name
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    layout: str | None = None,
-) -> Tensor:
-    """Rotate one tensor by the angles of its positions, as ``lz.rope`` rotates queries and keys.
-
-    For keys that are rotated apart from their queries, and for the part of latent attention's keys that heads share.
-
-    Shapes: input (T, H, D), positions (T,); or input (B, S, H, D), positions (B, S), (1, S) or (S,), axes 1 and 2 of
-        input swapped in BHSD; cos and sin (P, R/2), R at most D → input's. Entries of a head from R on pass through.
-    Dtype: input floating, returned; the rest as of ``lz.rope``.
-    Args:
-        cos, sin, positions, interleaved: as of ``lz.rope``.
-        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default the configured one, else what strides and positions
-            say, else BSHD with a warning. Of three axes the first are tokens.
-    Raises: InvalidCallError as ``lz.rope``.
-    Source: RoFormer, arXiv:2104.09864.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
 
 
 def _route_one(arguments: dict[str, Any], default_layout: str | None) -> Routed:

@@ -15,7 +15,7 @@ from layerzero.core.operation import Function, Operation, Routed
 from layerzero.ops.attention.layout import MAX_PLAUSIBLE_HEADS, both_fit
 from layerzero.ops.declaration import check_dense, overlaps, write_problems
 from layerzero.ops.rope import draw
-from layerzero.ops.rope.declare import ROPE, ROPE_INPLACE
+from layerzero.ops.rope.declare import ROPE, ROPE_INPLACE, rope, rope_
 
 HEADS_AXIS = {"BSHD": -2, "BHSD": -3}
 """Where heads are, counted from the last axis; three axes are read as BSHD without a batch."""
@@ -47,59 +47,6 @@ def _tokens(layout: str, query: Tensor) -> int:
 def _fits(layout: str, query: Sequence[int], key: Sequence[int]) -> bool:
     heads, tokens = HEADS_AXIS[layout], -5 - HEADS_AXIS[layout]
     return query[tokens] == key[tokens] and key[heads] > 0 and query[heads] % key[heads] == 0
-
-
-def rope(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    layout: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the angles of their positions; ``lz.rope_one`` rotates one tensor.
-
-    Shapes: query (T, H, D), key (T, K, D), positions (T,); or query (B, S, H, D), key (B, S, K, D), positions (B, S),
-        (1, S) or (S,), axes 1 and 2 of query and key swapped in BHSD; cos and sin (P, R/2), R at most D → query's and
-        key's. Entries of a head from R on pass through.
-    Dtype: query and key the same floating dtype, returned; cos and sin floating, the same for both, float32 at best;
-        positions int32 or int64. Computes in float32 or wider.
-    Args:
-        cos, sin: a row for each position. ``lz.rope_table`` makes them side by side in one tensor, which kernels that
-            want them joined read without a copy.
-        positions: the row of each token; 0 to S-1 if None. Rows beyond the table are the caller's mistake: an error on
-            a CPU, and in debug mode elsewhere.
-        interleaved: pairs are entries 2i and 2i + 1 (GPT-J, GGUF files), not i and i + R/2 (GPT-NeoX, Transformers).
-        layout: ``"BSHD"`` or ``"BHSD"``, for four axes; by default what shapes and positions say, an error where
-            both fit. Of three axes the first are tokens.
-    Returns: the rotated query and key.
-    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a sequence longer than the table without
-        positions; on a CPU and in debug mode for positions beyond it, too.
-    Source: RoFormer, arXiv:2104.09864.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
-
-
-def rope_(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None = None,
-    *,
-    interleaved: bool = False,
-    layout: str | None = None,
-) -> None:
-    """Rotate queries and keys in place, as ``lz.rope`` does; views of one projection's output may be given.
-
-    Shapes, dtypes, arguments and source as of ``lz.rope``. Writes over the first R entries of each head of query and
-    key, and returns nothing.
-    Raises: InvalidCallError as ``lz.rope``, and for a query or key that needs gradients as a leaf, that overlaps itself
-        in memory, or that shares elements with the other or with the table.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
 
 
 def _route_rope_(arguments: dict[str, Any], default_layout: str | None) -> Routed:

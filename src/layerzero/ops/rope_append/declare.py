@@ -33,7 +33,7 @@ from layerzero.ops.paged.declare import CACHE_LAYOUTS
 from layerzero.ops.paged.pages import CacheList
 from layerzero.ops.paged.quantized import QUANTIZED, SCALES
 from layerzero.ops.paged.route import CACHES
-from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON, cos_sin, rope_reference
+from layerzero.ops.rope.declare import COS_SIN, INTERLEAVED, TOLERANCE, TOLERANCE_REASON, cos_sin, rope
 from layerzero.ops.rope_append import packed_steps
 
 
@@ -63,7 +63,7 @@ def rope_append_reference(
     (T, H, D). With scales caches and scales as of ``kv.append.quantized``.
     Dtype, units and source: as of ``posenc.rope`` and ``kv.append.paged``, or ``kv.append.quantized``.
     """
-    turned, key = rope_reference(query, key, cos, sin, positions=positions, interleaved=interleaved)
+    turned, key = rope(query, key, cos, sin, positions=positions, interleaved=interleaved)
     write(key, value, key_cache, value_cache, positions, slot_mapping, key_scale, value_scale)
     return turned
 

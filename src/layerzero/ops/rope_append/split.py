@@ -42,7 +42,7 @@ def heads_of(qkv: Tensor, key_cache: Tensor) -> int:
     return int(qkv.shape[-1]) // int(head_dim) - 2 * int(kv_heads)
 
 
-def split_append_reference(
+def split_qkv_norm_rope_append_(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -50,17 +50,40 @@ def split_append_reference(
     value_cache: Tensor,
     positions: Tensor,
     slot_mapping: Tensor | None = None,
-    **norm: Any,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    interleaved: bool = False,
+    layout: str = "NHD",
 ) -> Tensor:
-    """``posenc.split_qkv_norm_rope``, whose keys and values are written into a cache.
+    """Take a joined product apart, norm and rotate queries and keys, write keys and values into a cache in place.
 
-    Shapes: qkv (B, S, (H + 2 K) * D) or (T, (H + 2 K) * D) with slots; the rest as of ``kv.rope_append``, of
-    ``kv.rope_append.paged`` with slots → (B, S, H, D) or (T, H, D). Mutates both caches.
-    Dtype, units and source: as of ``posenc.split_qkv_norm_rope``.
+    ``lz.split_qkv_norm_rope`` and an append as one call: all that lies between ``lz.linear`` with joined weights and
+    the attention over a cache.
+
+    Shapes: paged: qkv (T, (H + 2 K) * D), a token's queries first, then its keys, then its values, positions and
+        slot_mapping (T,), caches (P, N, K, D) in NHD → (T, H, D); contiguous: qkv (B, S, (H + 2 K) * D), positions
+        (B, S), (1, S) or (S,), caches (B, L, K, D) in NHD → (B, S, H, D). Axes 1 and 2 of caches are swapped in HND.
+        cos and sin (P, R/2), R at most D; q_weight and k_weight (D,). K and D are the cache's, H is what is left.
+    Dtype: qkv, weights and caches the same floating dtype; cos, sin and positions as of ``lz.rope``; slot_mapping
+        int64.
+    Units: eps in x^2.
+    Args:
+        positions, slot_mapping, layout: as of ``lz.rope_append_``.
+        q_weight, k_weight, eps, plus_one, interleaved: as of ``lz.split_qkv_norm_rope``.
+    Returns: the queries. Keys and values are in the cache alone.
+    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that leaves no queries, for one
+        weight without the other, for caches that share elements with what is read or with each other, before anything
+        is written; on a CPU and in debug mode for positions and slots that lead nowhere or are
+        named twice, too.
+    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
     """
     heads, kv_heads = heads_of(qkv, key_cache), key_cache.shape[-2]
+    norm: dict[str, Any] = {"q_weight": q_weight, "k_weight": k_weight, "eps": eps, "plus_one": plus_one}
     query, key, value = split_qkv_norm_rope_reference(
-        qkv, cos, sin, heads=heads, kv_heads=kv_heads, positions=positions, **norm
+        qkv, cos, sin, heads=heads, kv_heads=kv_heads, positions=positions, interleaved=interleaved, **norm
     )
     write(key, value, key_cache, value_cache, positions, slot_mapping)
     return query
@@ -73,7 +96,7 @@ def _lengths(result: str, arguments: Mapping[str, Any]) -> Tensor:
         for name, value in arguments.items()
         if value is not None
     }
-    query = split_append_reference(**given)
+    query = split_qkv_norm_rope_append_(**given)
     of = query if result == "query" else given["key_cache"]
     return normed.lengths_of_pairs(of, arguments["cos"].shape[-1], interleaved=arguments.get("interleaved", False))
 
@@ -146,7 +169,7 @@ _AXES = (
     Axis("head_dim", codes=HEAD_DIM),
 )
 _COMMON: dict[str, Any] = {
-    "reference": split_append_reference,
+    "reference": split_qkv_norm_rope_append_,
     "params": (INTERLEAVED, normed.EPS, normed.PLUS_ONE),
     "layouts": CACHE_LAYOUTS,
     "tolerance": normed.TOLERANCE,
@@ -200,47 +223,6 @@ OPERATIONS = (SPLIT_APPEND, SPLIT_APPEND_PAGED)
 
 _NAME = "split_qkv_norm_rope_append_"
 _READ = ("qkv", "cos", "sin", "positions", "slot_mapping", "q_weight", "k_weight")
-
-
-def split_qkv_norm_rope_append_(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    positions: Tensor,
-    slot_mapping: Tensor | None = None,
-    *,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    plus_one: bool = False,
-    interleaved: bool = False,
-    layout: str = "NHD",
-) -> Tensor:
-    """Take a joined product apart, norm and rotate queries and keys, write keys and values into a cache in place.
-
-    ``lz.split_qkv_norm_rope`` and an append as one call: all that lies between ``lz.linear`` with joined weights and
-    the attention over a cache.
-
-    Shapes: paged: qkv (T, (H + 2 K) * D), a token's queries first, then its keys, then its values, positions and
-        slot_mapping (T,), caches (P, N, K, D) in NHD → (T, H, D); contiguous: qkv (B, S, (H + 2 K) * D), positions
-        (B, S), (1, S) or (S,), caches (B, L, K, D) in NHD → (B, S, H, D). Axes 1 and 2 of caches are swapped in HND.
-        cos and sin (P, R/2), R at most D; q_weight and k_weight (D,). K and D are the cache's, H is what is left.
-    Dtype: qkv, weights and caches the same floating dtype; cos, sin and positions as of ``lz.rope``; slot_mapping
-        int64.
-    Units: eps in x^2.
-    Args:
-        positions, slot_mapping, layout: as of ``lz.rope_append_``.
-        q_weight, k_weight, eps, plus_one, interleaved: as of ``lz.split_qkv_norm_rope``.
-    Returns: the queries. Keys and values are in the cache alone.
-    Raises: InvalidCallError for shapes, devices or dtypes that do not fit, for a width that leaves no queries, for one
-        weight without the other, for caches that share elements with what is read or with each other, before anything
-        is written; on a CPU and in debug mode for positions and slots that lead nowhere or are
-        named twice, too.
-    Source: Qwen3, arXiv:2505.09388; RoFormer, arXiv:2104.09864; reshape_and_cache of vLLM, arXiv:2309.06180.
-    """
-    raise AssertionError("the signature only; the engine makes the callable")
 
 
 def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
