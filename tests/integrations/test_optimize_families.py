@@ -146,6 +146,17 @@ def test_attention_weights_of_a_model_that_was_set_to_layerzero_are_refused() ->
         model(**inputs("dense", "left"), output_attentions=True)
 
 
+@pytest.mark.usefixtures("unmeasured")
+def test_inputs_that_layerzero_refuses_leave_attention_to_stock() -> None:
+    stock = random_model("Llama", "ForCausalLM", GQA)
+    mine = copy.deepcopy(stock)
+    call = {"input_ids": torch.randint(2, 99, (2, 9)), "output_attentions": True}
+    report = lz.optimize(mine, call, rounds=1, isolate=False)
+    assert any("could not be compared (InvalidCallError" in each.why for each in report.left)
+    with torch.no_grad():
+        assert_same(mine(**call), stock(**call))
+
+
 def qwen2_vl() -> tuple[Any, dict[str, Any]]:
     """Two pictures and words; the vision tower passes the mask of its attention by name."""
     text = GQA | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2], "rope_type": "default"}}

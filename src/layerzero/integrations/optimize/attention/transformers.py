@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from layerzero.core.errors import in_short
+from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.engine.scopes import holding
@@ -189,9 +189,9 @@ def find(search: Search) -> Iterator[Replaced | Left]:
             try:
                 error, why = compared(exchange, example_run(model) if workload is None else workload.run)
             except Exception as raised:  # what a model raises on an example that was made for another
-                if workload is not None:
+                if workload is not None and not isinstance(raised, InvalidCallError):  # ours, not the model's
                     raise
-                why = f"it could not be compared without inputs= ({in_short(raised)})"
+                why = f"it could not be compared{' without inputs=' * (workload is None)} ({in_short(raised)})"
         if exchange is not None and exchange.chosen:
             said = "it is LayerZero's already, as attn_implementation says"
             yield Left(path, name, f"attention: {said}{why and f', but {why}'}")
