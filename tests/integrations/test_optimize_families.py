@@ -157,6 +157,21 @@ def test_inputs_that_layerzero_refuses_leave_attention_to_stock() -> None:
         assert_same(mine(**call), stock(**call))
 
 
+def test_a_part_that_computes_attention_by_itself_leaves_that_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    llava = next(each for each in FAMILIES if each.id == "Llava").values[0]
+    stock = random_model(llava.name, llava.model, llava.sizes)
+    mine = copy.deepcopy(stock)
+    tower = next(each for each in mine.modules() if type(each).__name__ == "CLIPVisionModel")
+    monkeypatch.setattr(type(tower), "_can_set_attn_implementation", classmethod(lambda _: False))
+    report = lz.optimize(mine, graph=True)
+    assert {"attention", "step"} <= {each.kind for each in report.replaced}
+    assert any(each.why == "attention: CLIPVisionModel computes attention by itself" for each in report.left)
+    assert tower.config._attn_implementation == "sdpa"
+    call = inputs(llava.kind, "left")
+    with torch.no_grad():
+        assert_same(mine(**call), stock(**call), call["attention_mask"])
+
+
 def qwen2_vl() -> tuple[Any, dict[str, Any]]:
     """Two pictures and words; the vision tower passes the mask of its attention by name."""
     text = GQA | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2], "rope_type": "default"}}

@@ -166,6 +166,7 @@ def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], words: st
     with pytest.raises(lz.InvalidCallError, match=f"wanted .*{words}|{words}"):
         integration.attention_forward(Module(), query, key, value, None, **arguments)
     neutral = {"output_attentions": False, "indices": None, "position_ids": torch.arange(5), "use_cache": True}
+    neutral |= {"max_new_tokens": 5, "do_sample": False, "num_beams": 1}  # as Kosmos-2's generate tells its tower
     integration.attention_forward(Module(), query, key, value, None, **neutral)
 
 

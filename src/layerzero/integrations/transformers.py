@@ -37,9 +37,9 @@ _UNSERVED = {
 """Arguments that are known to change the result, each with what is wanted in their place."""
 
 HARMLESS = frozenset({
-    # what the model returns and keeps, and how it counts
+    # what the model returns and keeps, how it counts, and how it writes, which Kosmos-2's generate tells its tower
     *("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch", "labels"),
-    *("logits_to_keep", "output_attentions"),
+    *("logits_to_keep", "output_attentions", "max_new_tokens", "max_length", "do_sample", "num_beams"),
     # applied to queries and keys before, part of the mask as well, or honoured
     *("position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx"),
     *("past_key_values", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),

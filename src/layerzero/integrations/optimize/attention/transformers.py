@@ -79,11 +79,9 @@ class AttentionSwap:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.of = FROM if _has_torchs(model) else OWN
-        self._before = [
-            (config, config._attn_implementation)
-            for config in configs_of(model)
-            if config._attn_implementation in {self.of, NAME}
-        ]
+        left = {id(config) for config, _ in _left(model, self.of)}
+        may = [each for each in configs_of(model) if each._attn_implementation in {self.of, NAME}]
+        self._before = [(each, each._attn_implementation) for each in may if id(each) not in left]
         self.chosen = all(before == NAME for _, before in self._before)
 
     @property
@@ -202,6 +200,8 @@ def find(search: Search) -> Iterator[Replaced | Left]:
         if exchange is None:
             continue
         search.models.append((path, exchange, not why))
+        for part in dict.fromkeys(each for _, each in _left(model, exchange.of)):
+            yield Left(path, name, f"attention: {part}")
         if not why and not exchange.chosen:
             yield Replaced(path, name, "attention", "lz.attention", BY_CALL, error, exchange)
 
@@ -210,15 +210,12 @@ def why_not(model: Any) -> str:
     """Say why a model's attention is left to it; empty where it may be exchanged."""
     setting = model.config._attn_implementation
     wanted = FROM if _has_torchs(model) else OWN
-    if not any(each._attn_implementation in {wanted, NAME} for each in (model.config, *configs_of(model))):
+    left = {id(config): why for config, why in _left(model, wanted)}
+    may = [each for each in configs_of(model) if each._attn_implementation in {wanted, NAME}]
+    if not may:
         return f"attn_implementation={setting!r} was chosen for it, or the model has no other"
-    for each in model.modules():
-        if not hasattr(each, "_can_set_attn_implementation"):
-            continue
-        if not each._can_set_attn_implementation():
-            return f"{type(each).__name__} computes attention by itself"
-        if wanted == FROM and not each._supports_sdpa:
-            return f"{type(each).__name__} has no attention by torch's function to compare with"
+    if all(id(each) in left for each in may):
+        return left[id(may[0])]
     if getattr(model.config, "output_attentions", False):
         return "it returns attention weights, which fast kernels never form"
     if _sharing(model):
@@ -226,6 +223,19 @@ def why_not(model: Any) -> str:
         if other := _sharing(model):
             return f"its config is also that of another {other}, which would change with it; give each a deep copy"
     return ""
+
+
+def _left(module: Any, wanted: str, why: str = "") -> Iterator[tuple[Any, str]]:
+    """Every configuration of a part whose attention cannot be exchanged, and why."""
+    if hasattr(module, "_can_set_attn_implementation"):
+        torchs = wanted == OWN or module._supports_sdpa
+        why = "" if torchs else f"{type(module).__name__} has no attention by torch's function to compare with"
+        if not module._can_set_attn_implementation():
+            why = f"{type(module).__name__} computes attention by itself"
+    if why and hasattr(config := getattr(module, "config", None), _SETTING):
+        yield config, why
+    for each in module.children():
+        yield from _left(each, wanted, why)
 
 
 def _sharing(model: Any) -> str:

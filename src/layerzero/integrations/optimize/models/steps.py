@@ -90,6 +90,7 @@ class Steps(State):
         self._pool: Any = None
         self._stream: Any = None
         self._model: Any = model
+        self._config: Any = None
         self._kinds: list[tuple[bool, int | None]] = []
         self._stamp: Stamp | None = None
         self._tensors: list[Tensor] = []
@@ -99,7 +100,7 @@ class Steps(State):
     def _look(self) -> None:
         """Note what a captured step is made of."""
         self._graphs.clear()
-        self._kinds = dynamic_cache.kinds_of(self._model)
+        self._kinds, self._config = dynamic_cache.kinds_of(self._model), _of_decoder(self._model)
         self._stamp = Stamp(self._model, whole=False)
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
 
@@ -135,7 +136,7 @@ class Steps(State):
                 return f"it got {name}"
         if named.get("return_dict") is False:
             return "the call wants a tuple"
-        if getattr(self._model.config, "_attn_implementation", None) != NAME:
+        if self._config._attn_implementation != NAME:
             return "its attention is not LayerZero's"
         if self._tensors[0].is_inference():
             return "its weights were made in inference mode, and do not tell of writes"
@@ -346,6 +347,10 @@ class Steps(State):
         return graph, output
 
 
+def _of_decoder(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
@@ -377,7 +382,7 @@ def find_steps(search: Search) -> Iterator[Replaced | Left]:
         yield Left("", "", "graph: no model of Transformers whose attention may be exchanged")
     for path, exchange, ours in search.models:
         model, why = exchange.model, ""
-        if not ours:
+        if not ours or _of_decoder(model)._attn_implementation != NAME:
             why = "its attention is not LayerZero's, and so does not read a cache by its length"
         elif not hasattr(model, "prepare_inputs_for_generation") or not model.can_generate():
             why = "it does not generate"
