@@ -74,7 +74,6 @@ class Prepared:
         return self._kept.setdefault(key, thing)
 
     def has(self, *key: Hashable) -> bool:
-        """Whether the thing for a key is there."""
         return key in self._kept or key in self._pinned
 
     def before_capture(self, text: str, key: Callable[[Facts], tuple[Hashable, ...]]) -> limit.Custom:

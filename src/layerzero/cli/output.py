@@ -347,7 +347,6 @@ class Live:
         self._progress.update(self._task, completed=done, total=total, description=text, left=left)
 
     def row(self, text: str) -> None:
-        """Tell a result."""
         if self._quiet:
             return
         if self._progress.disable:

@@ -101,7 +101,6 @@ class Elementwise(Judge):
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """Those that there is a tolerance for."""
         return frozenset(self.tolerance)
 
     def basis(self, arguments: Mapping[str, Any]) -> Tensor | None:
@@ -116,7 +115,6 @@ class Elementwise(Judge):
         return self.tolerance[given.dtype].beside(given.wider)
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
-        """Say which element is farthest off."""
         if given.basis is None:
             return apart(got, want, self.allowed(given))
         return apart(given.canonical(got), given.canonical(want), self.allowed(given), given.basis)
@@ -178,7 +176,6 @@ class Exact(Judge):
         return "the reference's very values"
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # a judge's names
-        """Say where the first value differs."""
         got, want = got.detach(), want.to(got.dtype)
         return first_wrong(~_same(got, want), "elements differ, and none may", want, got, "")
 
@@ -203,7 +200,6 @@ class Indices(Judge):
         return "the reference's places, or others whose scores tie"
 
     def basis(self, arguments: Mapping[str, Any]) -> Tensor:
-        """The scores."""
         return self.scores(arguments).to(torch.float64)
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
@@ -274,15 +270,12 @@ class Property(Judge):
 
     @property
     def arguments(self) -> frozenset[str]:
-        """The arguments that any of its runs adds."""
         return frozenset(name for run in self.runs for name in run)
 
     def basis(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as they are before the call."""
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
-        """What does not hold of one result."""
         return self.check([(given.canonical(got.detach()),)], (given.canonical(want),), given)
 
 

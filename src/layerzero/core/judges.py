@@ -62,7 +62,6 @@ class Distribution(Judge):
         return got.long() + self.nothing
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # the reference's is one draw
-        """Say which draw cannot come."""
         probabilities, support = given.basis
         got = self.places(given.canonical(got.detach()))
         several = got.ndim == support.ndim

@@ -260,7 +260,6 @@ class Ledger:
         return found.why if found is not None and found.verdict is None else None
 
     def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
-        """Suspect a kernel and a class of calls."""
         found = Suspect(kernel.id, class_text(facts), why, CallRecipe.of(facts), home_of(kernel))
         with self._lock:
             self._suspects[found.kernel_id, found.call_class] = found

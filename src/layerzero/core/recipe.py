@@ -104,5 +104,4 @@ class KeptFiles:
     names: Callable[[Facts], Sequence[str]]
 
     def __call__(self, facts: Facts) -> bool:
-        """Whether all of them exist."""
         return bool(self.names(facts))

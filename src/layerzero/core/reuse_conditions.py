@@ -144,7 +144,6 @@ class SizedCall:
         return arguments.permutation(theirs, mine, count)
 
     def is_dense(self, tensor: str) -> bool:
-        """Whether a tensor is contiguous as the kernel sees it."""
         return self.facts.tensors[tensor].permuted(self.kernel_axes(tensor)).contiguous
 
     def dense(self, tensor: str) -> Iterable[Condition]:

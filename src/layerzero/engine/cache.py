@@ -204,7 +204,6 @@ class PlanCache:
             return [(policy, plan) for policy, table in self._tables.items() for plan in table.values()]
 
     def size(self) -> int:
-        """Number of plans in all tables."""
         with self._lock:
             return sum(len(table) for table in self._tables.values())
 

@@ -252,7 +252,6 @@ class LibrarySet:
         return {**asdict(self), "commands": self.commands}
 
     def lines(self) -> list[str]:
-        """What there is to say, a line each."""
         runtime = f", CUDA or ROCm {self.runtime}" if self.runtime else ""
         head = f"with torch {self.torch} on {self.device}{runtime}:"
         found = [f"  {each.package}: {len(each.operations)} operations" for each in self.libraries]

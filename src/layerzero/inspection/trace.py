@@ -88,7 +88,6 @@ class Trace:
 
     @property
     def others(self) -> dict[str, int]:
-        """See above."""
         served = {row.layer for row in self.rows}
         leaves = (path for path, is_leaf in self._ran.items() if is_leaf)
         return dict(Counter(self._modules[path] for path in leaves if path not in served).most_common())

@@ -289,17 +289,14 @@ class LayerZeroAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        """The registry's name for it."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[LayerZeroAttentionImpl]:
-        """Attention of one layer."""
         return LayerZeroAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> type[LayerZeroMetadataBuilder]:
-        """What makes a step's metadata."""
         return LayerZeroMetadataBuilder
 
     @staticmethod

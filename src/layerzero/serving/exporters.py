@@ -43,7 +43,6 @@ class PrometheusCollector:
     """The numbers of ``lz.metrics`` as prometheus-client collects them, read when they are scraped."""
 
     def collect(self) -> Iterator[Any]:
-        """Every series, with its labels and values."""
         found = metrics()
         for each in SERIES:
             rows = list(each.rows(found))

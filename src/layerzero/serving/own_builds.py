@@ -39,16 +39,13 @@ class Chosen:
 
     @property
     def facts(self) -> Facts:
-        """The call that it is built for."""
         return self.report.facts
 
     @property
     def identity(self) -> BuildIdentity:
-        """What is built once."""
         return build_of(self.kernel, self.facts)
 
     def ready(self) -> bool:
-        """Whether it was built meanwhile."""
         return BUILT.ready(self.kernel, self.facts)
 
 

@@ -165,7 +165,6 @@ class Reached(msgspec.Struct, forbid_unknown_fields=True):
     versions: dict[str, str] = {}
 
     def lines(self) -> list[str]:
-        """What there is to say, a line each."""
         counts = ", ".join(f"{n} {each}" for each in _STATES if (n := sum(of.reached == each for of in self.instances)))
         head = "done" if self.done else f"stopped: {self.problem}" if self.problem else "under way"
         return [f"{head} ({counts})", *map(str, self.instances)]

@@ -167,11 +167,9 @@ class EagleConfig(SpeculativeConfig):
 
     @property
     def branches(self) -> bool:
-        """Whether a node has several children."""
         return self.topk > 1
 
     def nodes_for(self, tokens: int) -> int:
-        """Nodes of a tree that are verified."""
         if not self.branches or not tokens:
             return tokens
         return tokens * self.topk if self.nodes is None else self.nodes
@@ -205,7 +203,6 @@ class Eagle3Config(EagleConfig):
             raise InvalidCallError("Eagle3Config", [f"hidden_layers: wanted three layers or None, got {told(given)}"])
 
     def hidden_layers_of(self, layers: int) -> tuple[int, ...]:
-        """The target's layers whose outputs the draft reads."""
         if self.hidden_layers is not None:
             return self.hidden_layers
         return tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)}))
@@ -241,11 +238,9 @@ class MedusaConfig(SpeculativeConfig):
 
     @property
     def branches(self) -> bool:
-        """Whether there are choices."""
         return bool(self.choices)
 
     def nodes_for(self, tokens: int) -> int:
-        """Paths of the tree that are no deeper."""
         return sum(len(path) <= tokens for path in self.choices) if self.choices else tokens
 
     def parents(self, tokens: int) -> list[int]:

@@ -57,7 +57,6 @@ class Tell:
         self.say(Message("begins", step, seconds=seconds or 0.0))
 
     def runs(self, text: str) -> None:
-        """Say what is about to run."""
         self.say(Message("runs", text))
 
     def found(self, value: Any, *, more: bool = False) -> None:

@@ -120,7 +120,6 @@ APPEND = writing(
 
 
 def _list_examples(case: Case, dtype: torch.dtype, device: torch.device, generator: Random) -> dict[str, Any]:
-    """Places, and rows as a list of caches."""
     shape = [case.sizes[each] for each in ("batch", "length", "kv_heads")]
     made: dict[str, Any] = {
         f"{name}_cache": torch.zeros(*shape, case.sizes[width], dtype=dtype, device=device)

@@ -55,7 +55,6 @@ class Plane:
 
     @property
     def bytes_of_token(self) -> int:
-        """What one token takes."""
         others = [size for axis, size in enumerate(self.inner, 1) if axis != self.token_axis]
         return math.prod(others) * self.dtype.itemsize
 

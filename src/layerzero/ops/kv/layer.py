@@ -144,7 +144,6 @@ class _Planes(Bundle):
         return self._planes[name]
 
     def forget(self) -> None:
-        """Have no memory any more."""
         layout_record.withdraw(self, self._planes)
         self._planes = {}
 
@@ -173,7 +172,6 @@ class SplitLayer(_Planes):
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
         return int(self.keys.shape[3])
 
     def append(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -249,7 +247,6 @@ class LatentLayer(_Planes):
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
         return int(self.ckv_cache.shape[1])
 
     def append(self, ckv: Tensor, kpe: Tensor, slot_mapping: Tensor) -> None:
@@ -268,7 +265,6 @@ class LatentLayer(_Planes):
         return found | of_step(given)
 
     def hint(self, missing: Sequence[str]) -> str:
-        """Name the step, which brings tables and lengths."""
         return hint_of_step(missing)
 
     def _moved(self, function: str, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -125,7 +125,6 @@ class Driver:
         self._call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
 
     def unmap(self, address: int, size: int) -> None:
-        """Take it away."""
         self._call("cuMemUnmap", address, size)
 
     def release(self, handle: int) -> None:
@@ -143,7 +142,6 @@ class Driver:
         return found.value
 
     def free_managed(self, address: int) -> None:
-        """Give that back."""
         self._call("cuMemFree_v2", address)
 
 
@@ -310,7 +308,6 @@ class CudaRange:
                 self.committed_bytes -= self.granularity
 
     def settle(self) -> None:
-        """Wait for the device."""
         torch.cuda.synchronize(self._device)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:

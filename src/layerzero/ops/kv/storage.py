@@ -148,7 +148,6 @@ class Virtual(Fixed):
 
     @property
     def committed_bytes(self) -> int:
-        """What is mapped now."""
         return self._range.committed_bytes
 
     def has_tokens(self, page: int) -> int:

@@ -43,7 +43,6 @@ class OfRows(Judge):
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """Those that there is a tolerance for."""
         return self.sums.dtypes
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:

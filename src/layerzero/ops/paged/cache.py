@@ -174,7 +174,6 @@ class PagedCache(Bundle):
         return mine | {"layout": self.layout} | of_step(given)
 
     def hint(self, missing: Sequence[str]) -> str:
-        """Name the step, which brings tables and lengths."""
         return hint_of_step(missing)
 
     def __repr__(self) -> str:

@@ -81,7 +81,6 @@ class _Seen(NamedTuple):
     kept: tuple[int | Tensor, int | Tensor]
 
     def holds(self, *tensors: Tensor) -> bool:
-        """Whether both are what they were."""
         return all(_is_still(each, kept) for each, kept in zip(tensors, self.kept, strict=True))
 
 

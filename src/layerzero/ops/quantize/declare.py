@@ -58,7 +58,6 @@ class Rounded(Judge):
         return self.quotients(arguments)
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
-        """Say where the first number is another one."""
         quotients, unsaid = given.basis
         wide = torch.float64
         mine, theirs = (self._numbers(each.detach()) for each in (got, want))
@@ -98,11 +97,9 @@ class Scales(Judge):
         return "scales within 1e-6 of the reference's"
 
     def basis(self, arguments: Mapping[str, Any]) -> Tensor:
-        """Where nothing is said."""
         return self.unsaid(arguments)
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:
-        """Say where the first scale is too far."""
         mine, theirs = (each.detach().to(torch.float64) for each in (got, want))
         wrong = ~(torch.isclose(mine, theirs, rtol=1e-6, atol=0.0, equal_nan=True) | given.basis)
         return first_wrong(wrong, "scales are too far", theirs, mine)
@@ -118,7 +115,6 @@ class RoundedOnce(Judge):
         return "within one step of the result's dtype"
 
     def problem(self, got: Tensor, want: Tensor, given: Given) -> str:  # noqa: ARG002  # a judge's names
-        """Say where the first product is too far."""
         mine, theirs = (each.detach().to(torch.float64) for each in (got, want))
         kind = torch.finfo(got.dtype)
         relative, least = max(kind.eps, 2.0**-22), max(kind.smallest_normal * kind.eps, 2.0**-149)

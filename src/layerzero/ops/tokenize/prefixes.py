@@ -49,7 +49,6 @@ class Cut(NamedTuple):
     drops: bool = False
 
     def at(self, text: str, place: int) -> bool:
-        """Whether a text may be cut at a place."""
         if text[place] != " " or text[place - 1].isspace() or text[place - 1] in SEPARATORS:
             return False
         return not self.drops or place + 1 < len(text)
@@ -65,7 +64,6 @@ class Cut(NamedTuple):
             end = place - 1
 
     def rest(self, text: str, place: int) -> str:
-        """The second part."""
         return text[place + self.drops :]
 
 

@@ -160,7 +160,6 @@ class Asked(NamedTuple):
     return_attention_mask: bool | None = None
 
     def problems(self) -> list[str]:
-        """What is wrong with it."""
         found = []
         if self.truncation not in _CUTTING:
             found.append(f"truncation: wanted one of {_CUTTING}, got {shown(self.truncation)}")
@@ -176,7 +175,6 @@ class Asked(NamedTuple):
 
     @property
     def cuts(self) -> bool:
-        """Whether texts may be cut."""
         return self.truncation not in (False, "do_not_truncate")
 
     @property

@@ -118,7 +118,6 @@ class CpuClock:
         return CpuClock(self.bursts * CALMER, self.one_above_us)
 
     def once(self, run: Run) -> float:
-        """One call."""
         started = time.perf_counter_ns()
         run()
         return (time.perf_counter_ns() - started) / 1000.0

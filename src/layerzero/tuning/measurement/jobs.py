@@ -63,7 +63,6 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Operation, case and dtype in a line."""
         return f"{self.operation} {self.case.name} {self.dtype}"
 
     @property

@@ -299,7 +299,6 @@ class TensorParty(Party[Job]):
     needs_bytes: dict[str, int] = field(default_factory=dict)
 
     def tell(self, number: int, job: Job, contest: Any = None, skipped: str = "", **more: bool) -> None:
-        """Say where the run is."""
         left_s = None if self.deadline.left_s == math.inf else max(self.deadline.left_s, 0.0)
         self.progress(Step(job, number, len(self.jobs), contest, skipped, left_s, **more))
 

@@ -58,11 +58,9 @@ class PlainJob:
 
     @property
     def name(self) -> str:
-        """Operation and case in a line."""
         return f"{self.operation.name} {self.case.name}"
 
     def report(self, facts: Facts) -> Report:
-        """Which kernels may run."""
         function = plain_function_of(self.operation.name)
         assert function is not None, self.operation.name
         return PLAIN_CALLS[function.name][0].explain(facts, current_policy())[0]

@@ -200,7 +200,6 @@ class FileLedger(Ledger):
     # what is recorded
 
     def record_verdict(self, kernel: Kernel, facts: Facts, verdict: Verdict, detail: str = "") -> None:
-        """Remember a verdict here and for later processes."""
         self.files.put(self._about(kernel, facts, text=detail, verdict=verdict), VERDICT)
 
     def record_failure(self, kernel: Kernel, facts: Facts, error: str) -> None:
@@ -217,7 +216,6 @@ class FileLedger(Ledger):
         self.files.put(msgspec.structs.replace(record, errors=errors), FAILURES)
 
     def record_capture(self, kernel: Kernel, facts: Facts, why: str, *, work: bool = False) -> None:
-        """Remember it here and for later processes."""
         record, verdict = self._record(kernel, facts, records.captures_of(facts)[not work]), Verdict.PASSED
         self.files.put(msgspec.structs.replace(record, text=why, verdict=None if why else verdict), CAPTURE)
 
@@ -236,19 +234,16 @@ class FileLedger(Ledger):
         return max(seen, key=lambda each: each.at_unix_s).text if seen else None  # of two at once that of the work
 
     def record_workspace(self, kernel: Kernel, facts: Facts, count: int) -> None:
-        """Remember it here and for later processes; the latest wins."""
         record = self._record(kernel, facts, class_text(facts))
         self.files.put(msgspec.structs.replace(record, text=f"{count} {elements_of(facts)}"), WORKSPACE)
 
     def workspace(self, kernel: Kernel, facts: Facts) -> Workspace | None:
-        """What this process or another one measured, at these versions."""
         record = self._recorded(kernel, facts, WORKSPACE)
         if record is None or (found := re.fullmatch(r"(\d+) (\d+)", record.text)) is None:
             return None
         return Workspace(int(found[1]), int(found[2]), _date(record.at_unix_s)[:10]).of(facts)
 
     def suspect(self, kernel: Kernel, facts: Facts, why: str) -> None:
-        """Suspect a kernel and class, here and in later processes."""
         self.files.put(self._about(kernel, facts, text=why), SUSPECT)
 
     def settle(self, suspect: Suspect, verdict: Verdict, detail: str) -> None:

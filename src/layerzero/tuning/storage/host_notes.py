@@ -192,7 +192,6 @@ class HostLock:
 
     @property
     def held(self) -> bool:
-        """Whether it is this one's."""
         return self._file is not None
 
     def take(self) -> bool:

@@ -51,7 +51,6 @@ class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def name(self) -> Name:
-        """What its file is called."""
         return Name(slug_of(self.record.kernel), self.record.key, self.kind)
 
 

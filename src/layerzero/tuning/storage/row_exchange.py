@@ -282,7 +282,6 @@ class Watch:
         return self._thread is not None  # a thread that ends says so itself: asking it costs a miss four calls
 
     def start(self) -> None:
-        """Have a thread if there is something to look at."""
         with self._lock:
             if self._thread is None and self._living():
                 self._stop = threading.Event()

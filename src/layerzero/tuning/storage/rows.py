@@ -73,7 +73,6 @@ class Work(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> bytes:
-        """Hash of all facts."""
         return _digest(self.facts)
 
     @property
@@ -86,7 +85,6 @@ class Work(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The scaling sizes."""
         scaling = scaling_of(dict(self.facts))
         return {name: int(value) for name, value in self.facts if name in scaling and value.isdigit()}
 

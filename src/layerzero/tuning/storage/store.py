@@ -345,7 +345,6 @@ class StoreLedger(Ledger):
         return self.times.is_absent() and priors_of(facts.device).lack(facts)
 
     def record_time(self, kernel: Kernel, facts: Facts, measurement: Measurement) -> None:
-        """Keep a time for this and every later process."""
         self.times.record(kernel, facts, measurement)
 
     def notes(self) -> tuple[str, ...]:

@@ -130,7 +130,6 @@ def _let_go(room: Callable[[], _Room | None], view: object) -> None:
 
 
 def _about(keys: Tensor, values: Tensor) -> tuple[Any, ...]:
-    """Where both tensors lie, and how."""
     return keys.data_ptr(), values.data_ptr(), keys.shape, values.shape, keys.stride(), values.stride()
 
 

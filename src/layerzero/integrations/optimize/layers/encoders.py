@@ -56,7 +56,6 @@ class Between(Block):
 
     @following_weights
     def compute(self, rows: Tensor) -> Any:
-        """What the block gives, with its weights as they are now."""
         if self.function is None:
             return super().compute(rows)
         packed, (up, down) = self.forms_for(rows), self.products

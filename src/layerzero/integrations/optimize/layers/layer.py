@@ -90,7 +90,6 @@ class Heads(CodedParts):
         self._window: int | None = self.told.get("sliding_window")
 
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:
-        """Join the weights of queries, keys and values."""
         first = self.products[:-1]
         if len(first) == 1 or self.by_module:
             return ""
@@ -107,7 +106,6 @@ class Heads(CodedParts):
 
     @property
     def weights(self) -> list[Tensor]:
-        """Of every product, as they are now."""
         return [weight_of(each) for each in self.products]
 
     def _one_weight(self) -> tuple[Tensor, Tensor | None] | None:

@@ -108,7 +108,6 @@ class CallsOfInputs:
         self._strange: dict[int, str] = {}
 
     def keep(self, module: Module, others: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Note a call."""
         told, calls = compiled.described(others, named), self._calls.setdefault(id(module), {})
         if told is None:
             known = (*compiled.PLAIN, Tensor)

@@ -109,7 +109,6 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """What all of it takes."""
         return sum(each.nbytes for each in (*self.keys, *self.values))
 
     def turn(self) -> AbstractContextManager[None]:
@@ -117,7 +116,6 @@ class Memory:
         return self._turns.turn(self.index.device)
 
     def serves(self, cache: Any) -> bool:
-        """Whether its sizes are those of a cache."""
         if len(cache.layers) != len(self.keys):
             return False
         pairs = [(seen(each, "keys"), mine) for each, mine in zip(cache.layers, self.keys, strict=True)]

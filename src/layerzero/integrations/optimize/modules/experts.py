@@ -80,7 +80,6 @@ class Experts(Packs):
         super().__init__(self.weights(module), covers, pack=pack)
 
     def own(self, module: Module) -> tuple[Any, Any]:
-        """The parameters of a module that are its weights."""
         return module._parameters[self.form.gate_up], module._parameters[self.form.down]
 
     def weights(self, module: Module) -> tuple[Any, Any]:
@@ -94,7 +93,6 @@ class Experts(Packs):
         return gate_up, down
 
     def told(self, module: Module) -> dict[str, Any]:
-        """What a call says besides its rows, weights, ids and shares."""
         return self.form.told(module._parameters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Experts:

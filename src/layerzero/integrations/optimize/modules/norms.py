@@ -106,7 +106,6 @@ class OneAndWeight:
 
     @property
     def bytes(self) -> int:
-        """Memory of the sum."""
         return self._sum.nbytes
 
 

@@ -185,7 +185,6 @@ class Block(CodedParts):
 
     @property
     def weights(self) -> list[Tensor]:
-        """The weights of its products as they are now, (N, K)."""
         return list(map(_weight, self.products, self.views or itertools.repeat(None)))
 
     @property
@@ -204,7 +203,6 @@ class Block(CodedParts):
         return _call(self, rows, self.weights, [each._parameters["bias"] for each in self.products])
 
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:
-        """Join gate's and up's weights."""
         if len(self.products) != 3 or self.by_module:
             return ""
         up, _, gate = self.products

@@ -157,7 +157,6 @@ def _float8(module: Module, data: Tensor, scale: Tensor) -> QuantizedWeight:
 
 
 def _group(name: str, columns: int, groups: int) -> int:
-    """The columns of a group. Raises: InvalidCallError where there are fewer columns than groups."""
     if columns < groups:
         raise InvalidCallError("optimize", [f"{name}: wanted at least a column a group, got {columns}"])
     return columns // groups

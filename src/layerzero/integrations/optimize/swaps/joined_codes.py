@@ -64,7 +64,6 @@ class JoinedCodes:
         return call(state, rows, torch.cat(biases) if biases else None)
 
     def forget(self) -> None:
-        """Let go of what kernels made of it."""
         if self.state is not None:
             self.state.forget()
 

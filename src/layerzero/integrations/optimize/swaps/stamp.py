@@ -122,7 +122,6 @@ class Stamp:
 
     @property
     def last(self) -> Last:
-        """What is so now."""
         last = self._last
         if last is None or not unchanged(*last.seen) or not _stand_still(last.tensors):
             return self.look()

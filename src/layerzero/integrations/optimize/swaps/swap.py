@@ -386,15 +386,12 @@ class Together:
 
     @property
     def is_on(self) -> bool:
-        """Whether any of them is on."""
         return any(each.is_on for each in self._exchanges)
 
     def on(self) -> None:
-        """Let LayerZero compute."""
         for each in self._exchanges:
             each.on()
 
     def off(self) -> None:
-        """Give them back what they had."""
         for each in self._exchanges:
             each.off()

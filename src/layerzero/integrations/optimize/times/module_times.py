@@ -194,7 +194,6 @@ def table(headers: Sequence[str], rows: Iterable[tuple[tuple[str, ...], str, flo
 
 
 def _aligned(lines: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines with each column as wide as its longest text."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 

@@ -212,7 +212,6 @@ class Optimized:
                 yield each
 
     def put_on(self, found: Replaced) -> None:
-        """Let LayerZero compute it."""
         assert found.exchange is not None
         found.exchange.on()
         self.replaced.append(found)

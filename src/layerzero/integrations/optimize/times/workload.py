@@ -116,7 +116,6 @@ class TimeLeft:
         self.left_out.append(LeftOut(what, needed, left))
 
     def lines(self) -> list[str]:
-        """What a report says of it."""
         if self.budget_s is None or not self.left_out:
             return []
         over = f"left out for want of time, of which budget_s gave {self.budget_s:g} s:"
@@ -184,7 +183,6 @@ class Workload:
         return count * max(self._often, 1)
 
     def fits(self, samples: int) -> bool:
-        """Whether there is time for so many samples."""
         return self.time.fits(RUN, self.samples(samples))
 
     def sample(self) -> float:
