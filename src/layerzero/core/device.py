@@ -233,7 +233,7 @@ def apple(name: str, gib: int = 0, index: int = 0) -> Device:
 def _detect_cuda(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     sm = (properties.major, properties.minor)
-    rocm = _rocm_version()
+    rocm: str | None = getattr(torch.version, "hip", None)  # mypy believes the CPU build, which has None
     return Device(
         platform="rocm" if rocm else "cuda",
         name=properties.name,
@@ -249,10 +249,6 @@ def _detect_cuda(index: int) -> Device:
         runtime=rocm or torch.version.cuda or "",
         driver=_driver("rocm" if rocm else "cuda"),
     )
-
-
-def _rocm_version() -> str | None:
-    return getattr(torch.version, "hip", None)  # mypy believes the CPU build, which has None
 
 
 def cuda_dtypes(sm: tuple[int, int]) -> frozenset[str]:

@@ -95,7 +95,8 @@ def _unusual_text(function: Function) -> str:
     checks += [f"({name} is not None and type({name}) not in _PLAIN)" for name in optional]
     checks += _odd_values(function, names)
     for name in function.mutates:  # what makes writing into it an error is looked at on every call
-        others = [other for other in required if _apart(function, name, other)]
+        pairs = {each: frozenset({name, each}) for each in required if each != name}
+        others = [each for each, pair in pairs.items() if pair not in function.may_share_storage]
         checks += [f"({name}.requires_grad and {name}.is_leaf)", f"{name}.is_inference() and not _inference()"]
         checks += [f"_shares_memory({name}, {other})" for other in others]
     for pair in function.may_share_storage:
@@ -214,11 +215,6 @@ def _odd_values(function: Function, names: list[str]) -> list[str]:
     return [f"({name} is not True and {name} is not False{told[name]})" for name in flags] + [
         f"(type({name}) not in _plain_{name} and _problem_{name}({name}))" for name in others
     ]
-
-
-def _apart(function: Function, mutated: str, other: str) -> bool:
-    """Whether a tensor that is written into must not share memory with another one."""
-    return mutated != other and frozenset({mutated, other}) not in function.may_share_storage
 
 
 def _any_grad(required: list[str], optional: list[str]) -> str:

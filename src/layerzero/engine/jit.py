@@ -114,11 +114,8 @@ def is_kept(kernel: Kernel, facts: Facts) -> bool:
 
 def build_of(kernel: Kernel, facts: Facts) -> BuildIdentity:
     """What is built once for calls like this one: kernel, kind of device, and what the artefact depends on."""
-    return kernel.id, facts.device.name, _key(kernel, facts)
-
-
-def _key(kernel: Kernel, facts: Facts) -> Hashable:
-    return kernel.build_key(facts.seen_in(kernel.layout)) if kernel.build_key else call_class(facts)
+    key = kernel.build_key(facts.seen_in(kernel.layout)) if kernel.build_key else call_class(facts)
+    return kernel.id, facts.device.name, key
 
 
 def name_of(kernel: Kernel, facts: Facts, *more: str) -> str:

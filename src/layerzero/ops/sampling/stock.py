@@ -31,7 +31,7 @@ def stock(kind: str, *, logits: bool) -> Callable[..., Run]:
             own = formulas.generator_of(seed, generator, tensor.device)
             vocab = weights.shape[-1]
             flat = weights.reshape(-1, vocab)
-            rows = {name: None if value is None else _flat(value) for name, value in given.items()}
+            rows: dict[str, Any] = {n: v.reshape(-1) if isinstance(v, Tensor) else v for n, v in given.items()}
             values, order = _filtered(kind, flat, **rows)
             place = torch.multinomial(values, 1, generator=own)
             place = place if order is None else order.gather(-1, place)
@@ -40,10 +40,6 @@ def stock(kind: str, *, logits: bool) -> Callable[..., Run]:
         return run
 
     return make
-
-
-def _flat(value: Any) -> Any:
-    return value.reshape(-1) if isinstance(value, Tensor) else value
 
 
 def _filtered(

@@ -95,7 +95,8 @@ class Priors:
     """The tables of one device, or of its kind, read when it is first needed: its own first."""
 
     def __init__(self, device: Device, folder: Path) -> None:
-        self._threads, capability = _of_cpu(device)
+        of_cpu = device.platform == "cpu"  # of other devices threads and capability follow from the name
+        self._threads, capability = (torch.get_num_threads(), capability_hash(device)) if of_cpu else (0, "")
         self.problems: list[str] = []
         self._families: dict[tuple[frozenset[tuple[str, str]], bool], tuple[Table, Family]] = {}
         self._nearest: dict[tuple[frozenset[tuple[str, str]], bool], list[tuple[float, Table, Family]]] = {}
@@ -283,11 +284,6 @@ def priors_of(device: Device) -> Priors:
     if found is None:
         found = _LOADED[about] = Priors(device, FOLDER)
     return found
-
-
-def _of_cpu(device: Device) -> tuple[int, str]:
-    """Threads and capability of a CPU; those of other devices follow from their names."""
-    return (torch.get_num_threads(), capability_hash(device)) if device.platform == "cpu" else (0, "")
 
 
 def problems() -> list[str]:
