@@ -32,7 +32,7 @@ def two_norms():
                 raise ValueError("planted")
             return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
 
-        lz.register_kernel("norm.rms", f"user.{name}", priority=priority)(kernel)
+        lz.register_kernel("norm.rms", f"user.{name}", priority=priority, grad=True)(kernel)
 
     register("second", 99)
     register("first", 100)

@@ -24,25 +24,6 @@ def call():
     return torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
 
 
-@pytest.fixture
-def norm():
-    """Which kernel ran; two are there."""
-    ran = []
-
-    def register(name, priority):
-        def kernel(input, weight, *, eps=1e-6):
-            ran.append(name)
-            if input[0, 0] == 666:
-                raise ValueError("planted")
-            return torch.nn.functional.rms_norm(input, weight.shape, weight, eps)
-
-        lz.register_kernel("norm.rms", f"user.{name}", priority=priority, grad=True)(kernel)
-
-    register("second", 99)
-    register("first", 100)
-    return ran
-
-
 def test_a_bound_call_is_the_functions_call(call, path):
     attend = lz.bind(lz.attention, *call, causal=False, layout="BSHD", scale=0.3)
     wanted = attention_reference(*call, causal=False, scale=0.3)
@@ -80,7 +61,7 @@ def test_what_is_fixed_is_not_taken(call):
             attend(*args, **kwargs)
 
 
-def test_the_guard_names_what_is_not_as_it_was_bound(norm):
+def test_the_guard_names_what_is_not_as_it_was_bound(two_norms):
     x, w = torch.randn(4, 8), torch.randn(8)
     rms = lz.bind(lz.rms_norm, x, w)
     wanted = {
@@ -97,7 +78,7 @@ def test_the_guard_names_what_is_not_as_it_was_bound(norm):
                 rms(*arguments)
             assert problem in str(caught.value), (warm, problem)
         rms(x, w)
-    assert norm == ["first", "first"]
+    assert two_norms == ["first", "first"]
     torch.use_deterministic_algorithms(True)
     try:
         with pytest.raises(lz.InvalidCallError, match="deterministic algorithms: wanted False as bound, got True"):
@@ -131,35 +112,35 @@ def test_the_callers_attention_switches_are_guarded(call):
         attend(*call)
 
 
-def test_a_moved_epoch_chooses_anew_and_a_banned_kernel_does_not_run(norm):
+def test_a_moved_epoch_chooses_anew_and_a_banned_kernel_does_not_run(two_norms):
     x, w = torch.randn(4, 8), torch.randn(8)
     rms, blind = lz.bind(lz.rms_norm, x, w), lz.bind(lz.rms_norm, x, w, guard=False)
     for each in (rms, blind, rms, blind):
         each(x, w)
-    norm.clear()
+    two_norms.clear()
     lz.configure(deny=["user.first"])
     rms(x, w)
-    assert (norm, rms.plan.kernel_id) == (["second"], "user.second")
+    assert (two_norms, rms.plan.kernel_id) == (["second"], "user.second")
     blind(x, w)  # it was told to look at nothing
-    assert norm == ["second", "first"]
+    assert two_norms == ["second", "first"]
     lz.configure(deny=None)
     rms(x, w)
     rms(x, w)
-    assert norm[2:] == ["first", "first"]
+    assert two_norms[2:] == ["first", "first"]
 
 
-def test_an_epoch_that_moved_before_the_first_call(norm):
+def test_an_epoch_that_moved_before_the_first_call(two_norms):
     x, w = torch.randn(4, 8), torch.randn(8)
     for guard in (True, False):
         rms = lz.bind(lz.rms_norm, x, w, guard=guard)
         lz.configure(deny=["user.first"])
         rms(x, w)
-        assert norm == ["second"], guard
+        assert two_norms == ["second"], guard
         lz.configure(deny=None)
-        norm.clear()
+        two_norms.clear()
 
 
-def test_a_failure_is_answered_as_everywhere(norm):
+def test_a_failure_is_answered_as_everywhere(two_norms):
     x, w, bad = torch.randn(4, 8), torch.randn(8), torch.full((4, 8), 666.0)
     rms, blind = lz.bind(lz.rms_norm, x, w), lz.bind(lz.rms_norm, x, w, guard=False)
     for _ in range(2):
@@ -173,13 +154,13 @@ def test_a_failure_is_answered_as_everywhere(norm):
     with pytest.warns(lz.LayerZeroFallbackWarning, match="user.first failed"):
         torch.testing.assert_close(rms(bad, w), torch.ones(4, 8) * w, rtol=1e-4, atol=1e-4)
     assert ("user.first", "norm.rms") in ENGINE.health.breakers()
-    norm.clear()
+    two_norms.clear()
     rms(x, w)
-    assert norm == []
+    assert two_norms == []
     assert rms.plan.kernel_id != "user.first"
 
 
-def test_scopes_decide_for_their_calls_and_where_it_was_bound(norm):
+def test_scopes_decide_for_their_calls_and_where_it_was_bound(two_norms):
     x, w = torch.randn(4, 8), torch.randn(8)
     rms = lz.bind(lz.rms_norm, x, w)
     rms(x, w)
@@ -189,14 +170,14 @@ def test_scopes_decide_for_their_calls_and_where_it_was_bound(norm):
         inside(x, w)
         inside(x, w)
     inside(x, w)
-    assert norm == ["first", "second", "second", "second", "second"]
+    assert two_norms == ["first", "second", "second", "second", "second"]
     ENGINE.bump()
     inside(x, w)
     rms(x, w)
-    assert norm[5:] == ["second", "first"]
+    assert two_norms[5:] == ["second", "first"]
 
 
-def test_modes_transforms_and_subclasses_go_the_functions_way(norm):
+def test_modes_transforms_and_subclasses_go_the_functions_way(two_norms):
     x, w = torch.randn(4, 8), torch.randn(8)
     rms = lz.bind(lz.rms_norm, x, w)
     rms(x, w)
