@@ -45,6 +45,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, int]] = {
     "Dinov2": (DINO, "pictures", 2),
     "SiglipVision": (PICTURES, "pictures", 2),
     "CLIPVision": (PICTURES, "pictures", 2),
+    "Blip2Vision": (PICTURES, "pictures", 2),
     "CLIPText": (WORDS, "words", 2),
     "Whisper": (SOUND, "sound", 2),
     "Bart": (TWICE | {"vocab_size": 101, "max_position_embeddings": 40}, "words", 2),
@@ -102,7 +103,7 @@ class Own:
         monkeypatch.setattr(cls, "forward", forward)
 
 
-QUICK = {"Bert", "DistilBert", "Dinov2", "CLIPText", "Whisper", "Bart"}
+QUICK = {"Bert", "DistilBert", "Dinov2", "CLIPText", "Blip2Vision", "Whisper", "Bart"}
 
 
 @pytest.mark.parametrize(("name", "weights"), pairs(FAMILIES, ["packed", "joined"], QUICK))

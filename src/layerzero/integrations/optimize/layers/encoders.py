@@ -220,9 +220,11 @@ def _given(calls: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> dict[str, Any] 
     found: dict[str, Any] = {}
     for _, named in calls:
         for name, value in named.items():
-            if value is None or value is False or name == "attention_mask":
+            if name == "attention_mask":
+                found[name] = None  # how a layer is timed, if it takes one at all
+            elif value is None or value is False:
                 continue
-            if type(value) not in _PLAIN or found.setdefault(name, value) != value:
+            elif type(value) not in _PLAIN or found.setdefault(name, value) != value:
                 return f"it is called with {name}, of which LayerZero does not know what it does"
     return found
 
@@ -282,7 +284,8 @@ def _of_more_rows(hidden: Tensor, named: Mapping[str, Any]) -> tuple[Tensor, Map
     if mask is not None:
         alone = {1} if mask.ndim == 4 else set()  # heads share it
         mask = mask.repeat(*[1 if size == 1 or axis in alone else MORE for axis, size in enumerate(mask.shape)])
-    return hidden.repeat(MORE, MORE, *[1] * (hidden.ndim - 2)), {**named, "attention_mask": mask}
+        named = {**named, "attention_mask": mask}
+    return hidden.repeat(MORE, MORE, *[1] * (hidden.ndim - 2)), named
 
 
 def calls_of(

@@ -240,7 +240,7 @@ def _handed(model: Any, whole: Sequence[Replaced], count: int, past: int) -> dic
     given: dict[int, _Handed] = {}
     for each in whole:
         if isinstance(state := _state(each), Encoder):
-            given[id(each.swap.module)] = (), {"attention_mask": None, **state.given}
+            given[id(each.swap.module)] = (), state.given
     whole = [each for each in whole if id(each.swap.module) not in given]
     if not whole:
         return given
