@@ -103,3 +103,34 @@ def test_codes_beyond_the_bytes_of_a_model_go_elsewhere(kernel, activations, out
     call = meta(2, 4096, dtype=torch.float32), weight
     found = refused(f"onnxruntime.{kernel}", "quantized_linear", *call, activations=activations)
     assert [each.fact for each in found] == wanted
+
+
+def _routes(rows):
+    gate_up, down, chosen = meta(16, 3072, 512), meta(16, 512, 1536), meta(rows, 8, dtype=torch.int32)
+    return meta(rows, 512), gate_up, down, chosen, meta(rows, 8, dtype=torch.float32)
+
+
+def _long(tokens):
+    key = meta(1, tokens, 32, 128)
+    return meta(1, 1, 32, 128), key, key
+
+
+@pytest.mark.parametrize(("kernel", "function", "call", "first"), [
+    ("torch.rms_norm", "rms_norm", lambda rows: (meta(rows, 4096), meta(4096)), 2**20),
+    ("torch.add_rms_norm", "add_residual_rms_norm_", lambda rows: (meta(rows, 512), meta(rows, 512), meta(512)), 2**23),
+    ("torch.layer_norm", "layer_norm", lambda rows: (meta(rows, 4096), (4096,)), 2**20),
+    ("vllm.silu_mul", "silu_mul", lambda rows: (meta(rows, 8192),), 2**19),
+    ("vllm.gelu_mul", "gelu_mul", lambda rows: (meta(rows, 8192),), 2**19),
+    ("vllm.topk_softmax", "moe_route", lambda rows: (meta(rows, 128, dtype=torch.float32), 8), 2**24),
+    ("vllm.experts_grouped", "moe_experts", _routes, -(-2**32 // (8 * 3072))),
+    ("torch.sdpa.efficient", "attention", _long, 2**19),
+])  # fmt: skip
+def test_rows_beyond_32_bits_go_elsewhere_on_a_gpu(kernel, function, call, first):
+    """Each gave rows of others or none there, or ended the context (torch 2.11, vllm 0.20.0, H200, 2026-11-30)."""
+    named = {"causal": False, "layout": "BSHD"} if function == "attention" else {}
+    versions = {"torch": "2.11.0", "vllm": "0.20.0"}
+    for rows in (first - 1, first):
+        report = lz.explain(function, *call(rows), device="H200", libraries=versions, **named)
+        found = [each for each in report.reasons(kernel) if each.code is ReasonCode.CONSTRAINT_FAILED]
+        assert len(found) == (rows == first)
+        assert all("32 bits" in each.hint for each in found), found

@@ -49,14 +49,17 @@ def _bounds_sizes(limit: BoundsSizes, call: SizedCall) -> Iterable[Condition] | 
 class ElementsBelow(BoundsSizes):
     """Fewer elements than this: beyond, a library's offsets leave 32 bits, or what it writes has no room.
 
-    ``hint`` says what a library does beyond, and in which version.
+    ``hint`` says what a library does beyond, and in which version; ``platforms`` where, if not everywhere.
     """
 
     bound: int
     sizes: tuple[str, ...] = ("rows", "hidden")
     hint: str = ""
+    platforms: tuple[str, ...] = ()
 
     def check(self, facts: Facts) -> limit.Findings:
+        if self.platforms and facts.device.platform not in self.platforms:
+            return ()
         got = math.prod(facts.size(name) for name in self.sizes)
         if got < self.bound:
             return ()
@@ -67,7 +70,8 @@ class ElementsBelow(BoundsSizes):
         return self.sizes
 
     def describe(self) -> str:
-        return f"{' * '.join(self.sizes)} < {self.bound}"
+        where = f" on {', '.join(self.platforms)}" if self.platforms else ""
+        return f"{' * '.join(self.sizes)} < {self.bound}{where}"
 
 
 def row_length(facts: Facts) -> Hashable:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.torch.attention import FOLDED, SDPA_ARGUMENTS, gives_no_lse, kernel, levelled, sdpa_operator
 from layerzero.core import limits as limit
 from layerzero.core.arguments import permutation
@@ -167,6 +168,9 @@ _SCALE = limit.positive("scale")
 _DENSE = limit.last_stride_one("query", "key", "value")
 # A row that starts off a 16 byte boundary ended in "misaligned address", which costs the process its context.
 _ALIGNED = limit.aligned(16, "query", "key", "value")
+_IN_32_BITS = (
+    "torch computes where rows of a sequence start in 32 bits: beyond, an illegal access (2.11, H200, 2026-11-30)"
+)
 
 _FUSED: dict[str, Any] = {"layout": "BHSD", "grad": True, "handles_negated": True, "deterministic": False}
 
@@ -241,6 +245,7 @@ KERNELS = (
         SameHeads(),
         limit.grid(x=(("seq_q", 64),), y=("heads",)),
         limit.Custom("dropout: batch <= 65535", _efficient_dropout),
+        *(ElementsBelow(2**31, (seq, "heads", "head_dim"), _IN_32_BITS) for seq in ("seq_q", "seq_k")),
         _DENSE,
         _ALIGNED,
         accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.norm_limits import sum_then
+from layerzero.backends.norm_limits import ElementsBelow, sum_then
 from layerzero.backends.torch.attention import FLOATS, always, kernel
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -23,6 +23,13 @@ FINITE = limit.rule(
     lambda facts: facts.device.platform == "cpu" or facts["dtype"] is not torch.float64,
     "DTYPE_UNSUPPORTED",
     got="float64",
+)
+
+_ROWS = ElementsBelow(
+    2**32,
+    ("rows", "hidden"),
+    "torch 2.11 computes where a row starts in 32 bits, and writes none beyond (H200, 2026-11-30)",
+    ("cuda", "rocm"),
 )
 
 
@@ -73,7 +80,7 @@ KERNELS = (
             f"torch.{name}",
             operation,
             load,
-            limits=(FLOATS, FINITE),
+            limits=(FLOATS, FINITE, _ROWS),
             accepts=("eps",),
             grad=True,
             batch_invariant=_summed_by_one,
@@ -93,6 +100,7 @@ KERNELS = (
         "norm.layer",
         always(torch.layer_norm),  # the function around it reads a switch that the operator ignores, 0.7 of 4 us
         FLOATS,
+        _ROWS,
         limit.dim("hidden", min=2),  # of one element it returns rounding noise
         accepts=("normalized_shape", "weight", "bias", "eps"),
         grad=True,

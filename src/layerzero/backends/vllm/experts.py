@@ -38,10 +38,12 @@ from layerzero.backends.grouped_weights import (
     of_call,
     regrouped,
 )
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.shape_cache import driver_cache
 from layerzero.backends.vllm import marlin
 from layerzero.backends.vllm.grouped_linear import BIASED, UNSIGNED, multiprocessors
 from layerzero.backends.vllm.library import VLLM, operators
+from layerzero.backends.vllm.rows import IN_32_BITS
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
@@ -244,6 +246,7 @@ _OF_CALL = ("dtype", "gate_up_format", "down_format", "experts", "hidden", "join
 
 _GATES = limit.one_of("activation", "silu", "gelu", "gelu_tanh", "swiglu_oai")
 _EXPERTS = limit.dim("experts", max=991)
+_JOINED = ElementsBelow(2**32, ("tokens", "top_k", "joined_features"), IN_32_BITS)  # of the gate's
 """With one more for those that are elsewhere, in steps of 32, fewer than 1024 can be counted."""
 
 
@@ -271,6 +274,7 @@ def _kernel(
         limit.dim("hidden", multiple=64),
         limit.dim("joined_features", multiple=_STEP),
         limit.dim("inner_features", multiple=64),
+        _JOINED,
         *limits,
         *(belongs(packed, of) for packed, of in PACKED_OF.items()),
         before_capture(owner, _OF_CALL),
@@ -360,6 +364,7 @@ KERNELS = (
         limit.dtype("bfloat16"),
         _GATES,
         *limit.dims("hidden", "inner_features", multiple=8),
+        _JOINED,
         limit.contiguous("input", "gate_up_weight", "down_weight"),
         limit.aligned(16, "input", "gate_up_weight", "down_weight"),
         before_capture(_GROUPED, ("experts",)),

@@ -72,6 +72,8 @@ def _load_add_rms_norm_inplace(facts: Facts) -> Callable[..., Any]:
     return one_row if facts.size("input_ndim") == 1 else operator  # it asks for the stride of the axis before the last
 
 
+IN_32_BITS = "vllm 0.20.0 computes where rows start in 32 bits, and reads others beyond (H200, 2026-11-30)"
+
 _LIMITS = (
     limit.dim("hidden", min=2),  # the last stride must be 1, which that of a single element need not be
     ElementsBelow(2**32),
@@ -185,6 +187,7 @@ KERNELS = (
             limit.contiguous("input"),
             limit.aligned(16, "input"),
             limit.dim("joined", multiple=8),  # no copy aligns rows of other lengths
+            ElementsBelow(2**32, ("rows", "joined"), IN_32_BITS),
             accepts=accepts,
             batch_invariant=True,
             priority=85,
@@ -210,6 +213,7 @@ KERNELS = (
         limit.dim("experts", max=512),
         limit.contiguous("logits"),
         RowsAligned(("logits",), "experts"),
+        ElementsBelow(2**31, ("tokens", "experts"), IN_32_BITS),
         accepts=("top_k", "renormalize", "scale"),
         priority=30,
     ),
