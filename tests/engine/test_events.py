@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
 import subprocess
 import sys
-from contextvars import ContextVar
+import weakref
+from contextvars import Context, ContextVar
 
 import pytest
 import torch
@@ -136,6 +138,16 @@ def test_a_listener_runs_in_the_context_of_the_call():
     norm()
     assert seen.get(timeout=60) == "here"
     listener.close()
+
+
+def test_what_a_calls_context_has_goes_with_it_once_it_was_told(heard):
+    """A model's memory stayed until something else was told."""
+    kept = [torch.ones(1)]
+    gone = weakref.ref(kept[0])
+    Context().run(lambda: (ContextVar("kept").set(kept.pop()), norm()))
+    assert heard()
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_listener_that_raises_is_told_of_once_and_goes_on(caplog):

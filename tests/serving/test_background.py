@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,18 @@ def test_the_policy_of_the_calls_scope_decides(here):
     with lz.scope(jit="background"):
         run()
     assert len(here.builds) == 1
+
+
+def test_what_a_calls_context_has_goes_with_it_once_all_is_built(here):
+    """The memory of a model's captured steps stayed until something else was built."""
+    here.may.set()
+    lz.configure(jit="background")
+    kept = [torch.ones(1)]
+    gone = weakref.ref(kept[0])
+    contextvars.Context().run(lambda: (contextvars.ContextVar("kept").set(kept.pop()), run()))
+    gc.collect()
+    assert len(here.builds) == 1
+    assert gone() is None
 
 
 def test_the_queue_is_bounded_and_drops_the_oldest(here):

@@ -128,6 +128,7 @@ class Listener:
                         "the listener %s raised %s: %s; it goes on to get events, and further errors are counted "
                         "(lz.metrics().listener_errors)", self.name, type(error).__name__, error,
                     )  # fmt: skip
+            del item, context  # a caller's context keeps what it computed with
 
     def flush(self, timeout_s: float = END_S) -> bool:
         """Wait until the listener has had what was there by now; whether it had, in so many seconds."""

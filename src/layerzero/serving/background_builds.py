@@ -172,6 +172,7 @@ class Builds:
                 self._build(batch)
             except Exception:
                 log.exception("building in the background failed for %d calls", len(batch))
+            del batch  # contexts of calls keep what they computed with
             self.building = ()
             self._taken = 0
             self.host.leave()
