@@ -238,10 +238,28 @@ def test_a_model_without_weights_is_left_as_it_is():
     assert "wanted inputs=" in left.why
 
 
+def merged():
+    """As with peft's adapters once they are merged: they want gradients, and nothing computes with them."""
+    model = made().requires_grad_(False)
+    model.lora_A = nn.Parameter(torch.ones(2))
+    return model
+
+
+class Told(nn.Linear):
+    """Gives its loss in a dict, as a Trainer takes it."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x, labels):
+        return {"loss": super().forward(x).sum()}
+
+
 REFUSED = [
     (lambda: nn.DataParallel(made()), "it wraps a model; optimize that before it is wrapped"),
     (lambda: nn.Linear(4, 4), "wanted inputs= as a dict with labels"),
     (lambda: made().requires_grad_(False), "none of its weights wants a gradient"),
+    (merged, "a step gives no loss with gradients"),
 ]
 
 
@@ -250,6 +268,11 @@ def test_what_cannot_be_proved_is_left(model, why):
     report = lz.optimize(model(), training=True)
     assert not report.replaced
     assert why in str(report)
+
+
+def test_outputs_without_a_loss_prove_nothing():
+    (left,) = lz.optimize(Told(), inputs={"x": torch.ones(2, 4), "labels": None}, training=True).left
+    assert left.why.startswith("a step gives no loss with gradients")
 
 
 def test_a_loss_of_the_callers_own_is_left():

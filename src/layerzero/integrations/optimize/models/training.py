@@ -44,6 +44,14 @@ STEP = "steps of training"
 CHANGED = "its forward changes or reads its logits (a cap, a scale, a loss of its own)"
 UNPROVED = "a step with these inputs does not compute its loss: wanted labels, and no argument that asks for more"
 
+NO_LOSS = "a step gives no loss with gradients, which would prove it; wanted outputs.loss, and no merged adapter"
+REENTRANT = "reentrant checkpoints give no gradients that prove a step; pass use_reentrant=False to them"
+
+
+class _NoLossError(RuntimeError):
+    """No weight that wants a gradient has a part in what a step gives."""
+
+
 TAKEN = frozenset(
     ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", "num_items_in_batch")
 )
@@ -240,9 +248,9 @@ def optimize_training(root: Module, report: Optimized, inputs: Any, rounds: int)
                     raise
                 fits = False
             except RuntimeError as error:
-                if ".grad() or" not in str(error):  # torch has no class for it
+                why = NO_LOSS if isinstance(error, _NoLossError) else REENTRANT
+                if why is REENTRANT and ".grad() or" not in str(error):  # torch has no class for it
                     raise
-                why = "reentrant checkpoints give no gradients that prove a step; pass use_reentrant=False to them"
                 report.left.append(Left("", name, why))
                 return
             if not fits:  # behind the handler, in which the error keeps the first step's tensors
@@ -296,7 +304,9 @@ def _step(root: Module, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Ten
     """The loss of a step and its gradients, with the same random numbers each time; no ``grad`` is written."""
     torch.manual_seed(0)
     weights = {name: each for name, each in root.named_parameters() if each.requires_grad}
-    loss = root(**given).loss
+    loss = getattr(root(**given), "loss", None)
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        raise _NoLossError
     found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     return loss.detach(), {name: each for name, each in zip(weights, found, strict=True) if each is not None}
 
