@@ -178,6 +178,16 @@ def test_a_model_with_attention_of_its_own_is_refused_when_it_is_made(name: str)
     assert model.config._attn_implementation == "eager"
 
 
+def test_a_model_is_served_whose_file_has_a_table_of_classes_that_it_does_not_use() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.GitVisionConfig(**sizes, image_size=16, patch_size=8)
+    model = transformers.GitVisionModel._from_config(config, attn_implementation="layerzero").eval()
+    pictures = torch.randn(1, 3, 16, 16)
+    got = model(pictures).last_hidden_state
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(got, model(pictures).last_hidden_state)
+
+
 @pytest.mark.skipif(not hasattr(transformers, "Inkling2ForCausalLM"), reason="Transformers has no Inkling 2")
 def test_a_model_with_sinks_of_tokens_is_refused_when_it_is_made() -> None:
     kind = transformers.Inkling2ForCausalLM

@@ -19,6 +19,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -216,10 +217,24 @@ def settings_of(model: Any) -> str:
     return "attn_implementation=" + " or ".join(known)
 
 
+@functools.cache
 def _chooses_itself(model: Any) -> bool:
-    """Whether its file has a table of attention classes by setting, in which a registered name is no key."""
-    there = vars(sys.modules[model.__module__]).values()
-    return any(isinstance(each, dict) and "eager" in each and isinstance(each["eager"], type) for each in there)
+    """Whether a class, or one of its file that it names, has a table of attention classes by setting.
+
+    A registered name is no key in it. What other classes of the file do does not matter: the text model of
+    DeepSeek-OCR 2 is in one file with a vision tower that has such a table.
+    """
+    there = vars(sys.modules[model.__module__])
+    tables = {name for name, each in there.items() if isinstance(each, dict) and isinstance(each.get("eager"), type)}
+    named, waiting = {model.__name__}, [model] if tables else []
+    while waiting:
+        words: set[str] = set()
+        with suppress(OSError, TypeError):  # a class that was made without a source names nothing
+            words.update(re.findall(r"\w+", inspect.getsource(waiting.pop())))
+        found = {name for name in words - named if getattr(there.get(name), "__module__", "") == model.__module__}
+        waiting += [there[name] for name in found if isinstance(there[name], type)]
+        named |= words
+    return not named.isdisjoint(tables)
 
 
 @functools.cache
