@@ -143,13 +143,25 @@ def test_the_mean_of_no_row_is_nan_and_leaves_weights_alone(kernel):
         assert not each.any()
 
 
-def test_a_second_backward_pass_says_what_to_do():
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_second_backward_pass_gives_the_same_again(few_rows, reduction):
+    """As losses that are weighed by the gradients of each alone ask for; it raised."""
     hidden, weight, target = made()
+    bias = torch.randn(50, requires_grad=True)
     with locked(CHUNKED):
-        loss = lz.linear_cross_entropy(hidden, weight, target)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"wanted one backward pass, got another.*call it again"):
+        loss = lz.linear_cross_entropy(hidden, weight, target, bias=bias, reduction=reduction)
+    first = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True)
+    wanted = [2.0 * each for each in first]
+    again = torch.autograd.grad(2.0 * loss, (hidden, weight, bias), retain_graph=True)
+    torch.testing.assert_close(list(again), wanted)
+    with torch.no_grad():
+        weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+    fresh = lz.linear_cross_entropy(hidden, weight, target)
+    fresh.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        fresh.backward()
 
 
 def test_gradients_of_gradients_of_a_loss_alone_raise():

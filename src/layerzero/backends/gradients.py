@@ -74,23 +74,28 @@ class _FromKept(torch.autograd.Function):
 
 class _GivenAway(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Any], scaled: Callable[..., Any], *tensors: Any) -> Tensor:
+    def forward(ctx: Any, compute: Callable[..., Any], scaled: Callable[..., Any], anew: bool, *tensors: Any) -> Tensor:
         result: Tensor
         result, ctx.gradients = compute(
-            ctx.needs_input_grad[2:], *(each if each is None else each.detach() for each in tensors)
+            ctx.needs_input_grad[3:], *(each if each is None else each.detach() for each in tensors)
         )
-        ctx.scaled = scaled
+        ctx.scaled, ctx.compute = scaled, compute if anew else None
+        if anew:
+            ctx.save_for_backward(*tensors)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
+        if gradients is None and ctx.compute is None:
             raise RuntimeError(
                 "cross-entropy: wanted one backward pass, got another: its gradients were given away; call it again, "
                 "or lock the operation's reference (lz.scope) for retain_graph=True"
             )
-        return None, None, *ctx.scaled(gradient, *gradients)
+        if gradients is None:
+            given = [each if each is None else each.detach() for each in ctx.saved_tensors]
+            gradients = ctx.compute(ctx.needs_input_grad[3:], *given)[1]
+        return None, None, None, *ctx.scaled(gradient, *gradients)
 
 
 def from_kept(compute: Callable[..., Any], differentiate: Callable[..., Any], *tensors: Tensor | None) -> Tensor:
@@ -103,13 +108,16 @@ def from_kept(compute: Callable[..., Any], differentiate: Callable[..., Any], *t
     return result
 
 
-def given_away(compute: Callable[..., Any], scaled: Callable[..., Any], *tensors: Tensor | None) -> Tensor:
-    """A result whose gradients are computed with it, and given away in the one backward pass.
+def given_away(
+    compute: Callable[..., Any], scaled: Callable[..., Any], *tensors: Tensor | None, anew: bool = False
+) -> Tensor:
+    """A result whose gradients are computed with it, and given away in the first backward pass.
 
     ``compute(needed, *tensors)`` gives the result and a gradient for each tensor, or None; ``scaled(gradient,
-    *gradients)`` multiplies them with what comes from behind, in their own memory.
+    *gradients)`` multiplies them with what comes from behind, in their own memory. ``anew``: the tensors are kept, and
+    a further pass (``retain_graph=True``) computes once more. Else it raises.
     """
-    result: Tensor = _GivenAway.apply(compute, scaled, *tensors)  # type: ignore[no-untyped-call]
+    result: Tensor = _GivenAway.apply(compute, scaled, anew, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 

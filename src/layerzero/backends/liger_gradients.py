@@ -272,7 +272,7 @@ def _load_linear_cross_entropy(facts: Facts) -> Callable[..., Any]:
             loss = from_kept(losses, differentiate, *given)
             loss = loss.view(target.shape)
         else:
-            loss = given_away(all_of, scaled, *given)
+            loss = given_away(all_of, scaled, *given, anew=True)
         return loss.to(out_dtype or hidden.dtype)
 
     return run

@@ -151,7 +151,7 @@ def linear_cross_entropy(
     """Compare ``hidden @ weight^T + bias`` with classes, without holding all of these logits.
 
     The mean and the sum compute gradients with the loss, as far as the inputs want them. A second backward pass through
-    one result raises, and so do gradients of gradients.
+    one result (``retain_graph=True``) computes them once more; gradients of gradients raise.
 
     Shapes: hidden (*, D), weight (V, D), target (*), bias and class_weight (V,) → (), or (*) for ``"none"``
     Dtype: all but target floating, the same; target int32 or int64; computes in float32; returns out_dtype.

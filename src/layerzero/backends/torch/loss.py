@@ -205,7 +205,7 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
             return all_of(hidden, (share * gradient, extra * gradient), needed)[1:]
 
         if not by_row and not (recording and hidden.dtype is torch.float16):
-            found = given_away(at_once, scaled, rows, weight, bias)
+            found = given_away(at_once, scaled, rows, weight, bias, anew=True)
             return found.to(dtype)
         # Gradients of a mean over 2048 rows of 32,000 classes are below float16's smallest number, and the factor that
         # GradScaler lifts them by is known in the backward pass alone.
