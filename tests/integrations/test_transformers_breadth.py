@@ -188,6 +188,26 @@ def test_a_model_is_served_whose_file_has_a_table_of_classes_that_it_does_not_us
     torch.testing.assert_close(got, model(pictures).last_hidden_state)
 
 
+def test_a_tower_is_served_that_is_told_which_of_its_layers_is_read() -> None:
+    """Transformers adds what the configuration says of it to calls of towers: Video-LLaVA's gets the strategy."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    picture = {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8} | sizes
+    text = {"model_type": "llama", "vocab_size": 101} | sizes
+    config = transformers.VideoLlavaConfig(text_config=text, vision_config=picture)
+    model = transformers.VideoLlavaModel(config).eval()
+    told = {"pixel_values_videos": torch.randn(1, 8, 3, 16, 16), "vision_feature_layer": -2}
+
+    def seen() -> torch.Tensor:
+        with torch.no_grad():
+            found: Any = model.get_video_features(**told)
+        features: torch.Tensor = getattr(found, "pooler_output", found)
+        return features
+
+    wanted = seen()
+    model.set_attn_implementation("layerzero")
+    torch.testing.assert_close(seen(), wanted)
+
+
 @pytest.mark.skipif(not hasattr(transformers, "Inkling2ForCausalLM"), reason="Transformers has no Inkling 2")
 def test_a_model_with_sinks_of_tokens_is_refused_when_it_is_made() -> None:
     kind = transformers.Inkling2ForCausalLM
