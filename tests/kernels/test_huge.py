@@ -115,6 +115,20 @@ def _long(tokens):
     return meta(1, 1, 32, 128), key, key
 
 
+def _short(sequences):
+    return (meta(sequences, 32, 32, 128).requires_grad_(),) * 3
+
+
+def _heads(tokens):
+    table = meta(tokens, 64)
+    return meta(1, tokens, 32, 128), meta(1, tokens, 8, 128), meta(128), meta(128), table, table
+
+
+def _joined(tokens):
+    table = meta(tokens, 64)
+    return meta(1, tokens, 6144), 32, 8, table, table
+
+
 @pytest.mark.parametrize(("kernel", "function", "call", "first"), [
     ("torch.rms_norm", "rms_norm", lambda rows: (meta(rows, 4096), meta(4096)), 2**20),
     ("torch.add_rms_norm", "add_residual_rms_norm_", lambda rows: (meta(rows, 512), meta(rows, 512), meta(512)), 2**23),
@@ -124,10 +138,14 @@ def _long(tokens):
     ("vllm.topk_softmax", "moe_route", lambda rows: (meta(rows, 128, dtype=torch.float32), 8), 2**24),
     ("vllm.experts_grouped", "moe_experts", _routes, -(-2**32 // (8 * 3072))),
     ("torch.sdpa.efficient", "attention", _long, 2**19),
+    ("torch.sdpa.cudnn", "attention", _short, 2**14),
+    ("torch.qk_norm_rope", "qk_norm_rope", _heads, 2**20),
+    ("torch.split_qkv_norm_rope", "split_qkv_norm_rope", _joined, -(-2**32 // 6144)),
 ])  # fmt: skip
 def test_rows_beyond_32_bits_go_elsewhere_on_a_gpu(kernel, function, call, first):
     """Each gave rows of others or none there, or ended the context (torch 2.11, vllm 0.20.0, H200, 2026-11-30)."""
-    named = {"causal": False, "layout": "BSHD"} if function == "attention" else {}
+    named = {"layout": "BSHD"} if function in ("attention", "qk_norm_rope") else {}
+    named |= {"causal": False} if function == "attention" else {}
     versions = {"torch": "2.11.0", "vllm": "0.20.0"}
     for rows in (first - 1, first):
         report = lz.explain(function, *call(rows), device="H200", libraries=versions, **named)

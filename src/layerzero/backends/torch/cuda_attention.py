@@ -149,6 +149,18 @@ def _efficient_dropout(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CUDA_GRID_DIM_EXCEEDED, "grid.z", f"at most {most} with dropout", f"{batch} (batch)")
 
 
+def _cudnn_gradient(facts: Facts) -> Reason | None:
+    """Gradients of sequences beyond are up to 80 times as large as they should be (torch 2.11, H200, 2026-11-30)."""
+    longest, most = max(facts.size("seq_q"), facts.size("seq_k")), 2**31
+    elements = (
+        facts.size("batch") * longest * facts.size("heads") * max(facts.size("head_dim"), facts.size("value_dim"))
+    )
+    if not facts["requires_grad"] or elements < most:
+        return None
+    hint = "cuDNN's backward pass computes where a sequence starts in 32 bits"
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "elements", f"below {most} with gradients", elements, hint)
+
+
 def _cudnn_is_first(facts: Facts) -> bool:
     """Whether torch asks cuDNN before its other kernels: on sm 9.0, 10.0 and 10.3 with cuDNN beyond 9.15.0.
 
@@ -191,6 +203,7 @@ KERNELS = (
             "NOT_CONTIGUOUS",
             got=lambda facts: f"strides {facts.tensors['query'].strides}",
         ),
+        limit.Custom("elements < 2147483648 with gradients", _cudnn_gradient),
         SquareCausal(),
         NotDecoding(),
         SdpaEnabled("cudnn"),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import BY_ITSELF, CPU_FLASH, FLOATS, always, kernel, no_atomics
-from layerzero.backends.torch.norm import FINITE
+from layerzero.backends.torch.norm import FINITE, rows_below
 from layerzero.backends.torch.paged import flash_over_gathered, load_append, load_each, load_gather
 from layerzero.backends.torch.rope import load_rope, load_split
 from layerzero.backends.torch.varlen import EACH, FLASH
@@ -30,6 +30,7 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Tolerance
+from layerzero.core.reasons import Reason
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.paged import tiles
@@ -187,6 +188,12 @@ _GATHER, _EACH, _VARLEN = (
     functools.partial(_over_gathered, load=load) for load in (load_gather, load_each, always(flash_over_gathered))
 )
 
+
+def _rows(facts: Facts) -> Reason | None:
+    sizes = ("tokens",) if str(facts["operation"]).endswith(".paged") else ("batch", "seq")
+    return next((each.reason for each in rows_below(*sizes, "features").check(facts)), None)
+
+
 KERNELS = (
     _kernel("append_rows", "kv.append.contiguous", always(write_rows)),
     _of_cache(
@@ -215,7 +222,7 @@ KERNELS = (
         lambda facts: split_then_append(
             load_split(facts), appending(facts), facts.size("heads"), facts.size("kv_heads")
         ),
-        limits=(FLOATS, FINITE),
+        limits=(FLOATS, FINITE, limit.Custom("elements of qkv < 4294967296 on cuda, rocm", _rows)),
         accepts=("q_weight", "k_weight", "interleaved", "eps", "plus_one"),
         grad=True,
         **BY_ITSELF,

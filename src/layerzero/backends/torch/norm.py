@@ -25,12 +25,11 @@ FINITE = limit.rule(
     got="float64",
 )
 
-_ROWS = ElementsBelow(
-    2**32,
-    ("rows", "hidden"),
-    "torch 2.11 computes where a row starts in 32 bits, and writes none beyond (H200, 2026-11-30)",
-    ("cuda", "rocm"),
-)
+
+def rows_below(*sizes: str) -> limit.Limit:
+    """Elements of rows that torch norms on a GPU, as far as it reaches them."""
+    hint = "torch 2.11 computes where a row starts in 32 bits, and writes none beyond (H200, 2026-11-30)"
+    return ElementsBelow(2**32, sizes, hint, ("cuda", "rocm"))
 
 
 def _summed_by_one(facts: Facts) -> bool:
@@ -80,7 +79,7 @@ KERNELS = (
             f"torch.{name}",
             operation,
             load,
-            limits=(FLOATS, FINITE, _ROWS),
+            limits=(FLOATS, FINITE, rows_below("rows", "hidden")),
             accepts=("eps",),
             grad=True,
             batch_invariant=_summed_by_one,
@@ -100,7 +99,7 @@ KERNELS = (
         "norm.layer",
         always(torch.layer_norm),  # the function around it reads a switch that the operator ignores, 0.7 of 4 us
         FLOATS,
-        _ROWS,
+        rows_below("rows", "hidden"),
         limit.dim("hidden", min=2),  # of one element it returns rounding noise
         accepts=("normalized_shape", "weight", "bias", "eps"),
         grad=True,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.torch.attention import FLOATS, kernel
-from layerzero.backends.torch.norm import FINITE
+from layerzero.backends.torch.norm import FINITE, rows_below
 from layerzero.core.facts import Facts
 from layerzero.ops.rope.declare import wide_dtype
 from layerzero.ops.rope.split import SPLIT_ACCEPTS
@@ -259,7 +259,7 @@ KERNELS = (
         "torch.qk_norm_rope",
         "posenc.qk_norm_rope",
         _load_normed_rope,
-        limits=(FLOATS, FINITE),
+        limits=(FLOATS, FINITE, rows_below("batch", "seq", "heads", "head_dim")),
         accepts=("positions", "interleaved", "eps", "plus_one"),
         handles_negated=True,
         **_ALIKE,
@@ -268,7 +268,7 @@ KERNELS = (
         "torch.split_qkv_norm_rope",
         "posenc.split_qkv_norm_rope",
         load_split,
-        limits=(FLOATS, FINITE),
+        limits=(FLOATS, FINITE, rows_below("batch", "seq", "features")),
         accepts=(*SPLIT_ACCEPTS, "plus_one"),
         handles_negated=True,
         **_ALIKE,
