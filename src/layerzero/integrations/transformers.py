@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -231,7 +231,8 @@ def attention_forward(
         return one.transpose(1, 2).contiguous(), None
     if "cache" in kwargs and transformers_patches.is_of_a_batch(kwargs):
         key, value = transformers_patches.keys_of(module, key, value, attention_mask, kwargs)
-    strange = () if _SERVED.issuperset(kwargs) else _strange(kwargs)
+    batched = "write_index" in kwargs and transformers_patches.says_where_rows_begin(kwargs)
+    strange = () if _SERVED.issuperset(kwargs) else _strange(kwargs, transformers_patches.BATCHED if batched else ())
     trains = query.requires_grad and torch.is_grad_enabled() and has_float_mask(getattr(module, "config", None))
     theirs = strange or written() or trains
     exchanged = vars(module).get(EXCHANGED) is not None  # None where torch.load made the module
@@ -242,13 +243,17 @@ def attention_forward(
         given |= {"is_causal": is_causal, "dropout": dropout, "scaling": scaling}
         kwargs |= {name: each for name, each in given.items() if each is not None}
         return theirs_of(module)(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    if batched:
+        attention_mask, is_causal = None, True  # the mask of a batch, if any, hides other sequences and later tokens
     beside = attention_mask, position_bias, dropout or None
     packed = transformers_patches.packed_by(query, key, kwargs, *beside) if "cu_seq_lens_k" in kwargs else None
+    if batched and packed is None:
+        raise _refused("write_index", "a batch with dropout, with a bias, or deterministic")
     if strange:
         got = kwargs[strange[0]]
         raise _refused(strange[0], f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80])
     if attention_mask is None and ("cu_seq_lens_q" in kwargs or "cu_seqlens" in kwargs):
-        _check_unpacked(kwargs)
+        transformers_patches.check_unpacked(kwargs)
     if indices is not None:
         attention_mask = selected(attention_mask, indices, key.shape[2])
     q_length = query.shape[2]
@@ -354,23 +359,15 @@ def selected(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
     return mask & ~hidden if mask.dtype is torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
-def _strange(kwargs: dict[str, Any]) -> list[str]:
+def _strange(kwargs: dict[str, Any], but: Collection[str]) -> list[str]:
     """Arguments that are not served: weights are wanted, or a tokenizer's that Transformers passes over."""
-    return [name for name, got in kwargs.items() if name not in _SERVED and got is not None and got is not False]
+    odd = kwargs.keys() - _SERVED - set(but)
+    return [name for name in kwargs if name in odd and kwargs[name] is not None and kwargs[name] is not False]
 
 
 def _refused(name: str, got: str) -> InvalidCallError:
     problem = f"{name}: wanted {_UNSERVED.get(name, _UNKNOWN)}; got {got}"
     return InvalidCallError("attn_implementation='layerzero'", [problem])
-
-
-def _check_unpacked(kwargs: dict[str, Any]) -> None:
-    for name in ("cu_seq_lens_q", "cu_seqlens"):
-        if (got := kwargs.get(name)) is not None and got.numel() > 2:
-            wanted = f"{name}: wanted packed sequences to be separated by position_ids (which make a mask)"
-            step = "pass position_ids that start at 0 for each of them"
-            problem = f"{wanted}, got {got.numel() - 1} sequences and no mask; {step}"
-            raise InvalidCallError("attn_implementation='layerzero'", [problem])
 
 
 def _check_model(config: Any) -> None:
