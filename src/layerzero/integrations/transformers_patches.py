@@ -89,7 +89,7 @@ def packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any], *beside: Any) 
     None, and nothing taken, for a call that says less, or that has a bias or dropout ``beside``, or is deterministic.
     """
     starts = kwargs.get("cu_seq_lens_q"), kwargs["cu_seq_lens_k"]
-    least = 3 if kwargs.get("write_index") is None else 2  # one sequence is told by nothing else in a batch
+    least = 3 if kwargs.get("write_index") is None else 2  # nothing else says that a batch has one sequence
     if any(not isinstance(each, Tensor) or each.numel() < least for each in starts) or len(query) != 1:
         return None
     if query.shape[2] > key.shape[2] or kwargs.get("deterministic") or any(each is not None for each in beside):
