@@ -193,6 +193,11 @@ def test_queries_see_the_keys_that_they_select(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, wanted.transpose(1, 2))
 
 
+def test_the_mask_of_a_part_is_that_of_its_models() -> None:
+    has_torchs = transformers.T5GemmaModel._supports_sdpa  # looked at first: what is not loaded tells nothing
+    assert integration.has_float_mask(transformers.T5GemmaConfig().encoder) is not has_torchs
+
+
 def test_attention_weights_are_refused_through_a_model() -> None:
     _, ours = pair(bert)
     with pytest.raises(lz.InvalidCallError, match="output_attentions: wanted no attention weights"):

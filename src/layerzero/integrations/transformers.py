@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from typing import Any
 
@@ -372,7 +372,7 @@ def _refused(name: str, got: str) -> InvalidCallError:
 
 def _check_model(config: Any) -> None:
     """Refuse a model whose own attention would get our bool mask; Transformers lets any registered name pass."""
-    models = list(_models_of(type(config)))
+    models = transformers_patches.models_of(type(config))
     if models and not any(model._can_set_attn_implementation() for model in models):
         problem = (
             f"wanted a model that calls its attention through AttentionInterface, got {models[0].__name__}, which "
@@ -382,16 +382,3 @@ def _check_model(config: Any) -> None:
     if models and not any(model._supports_sdpa for model in models):
         _float_masked.add(type(config))
     _checked.add(type(config))
-
-
-def _models_of(config_type: type) -> Iterator[Any]:
-    """Every loaded model class that is made from this config."""
-    from transformers import PreTrainedModel
-
-    waiting: list[Any] = [PreTrainedModel]
-    model: Any
-    while waiting:
-        for model in waiting.pop().__subclasses__():
-            waiting.append(model)
-            if getattr(model, "config_class", None) is config_type:
-                yield model

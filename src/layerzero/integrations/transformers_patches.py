@@ -234,6 +234,20 @@ def check_class(model: Any) -> None:
         )
 
 
+def models_of(config_type: type) -> list[Any]:
+    """Every loaded model class of this config, or else those whose config has parts of it, as T5Gemma's has."""
+    from transformers import PreTrainedModel
+
+    found: list[Any] = []
+    waiting: list[Any] = [PreTrainedModel]
+    while waiting:
+        below = waiting.pop().__subclasses__()
+        waiting += below
+        found += [(getattr(each, "config_class", None), each) for each in below]
+    own = [each for config, each in found if config is config_type]
+    return own or [each for config, each in found if config_type in getattr(config, "sub_configs", {}).values()]
+
+
 def settings_of(model: Any) -> str:
     """The values of ``attn_implementation`` that a class of models says to support."""
     known = ["'eager'"]
