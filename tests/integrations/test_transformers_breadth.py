@@ -6,6 +6,7 @@ import inspect
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -286,6 +287,23 @@ def test_a_model_that_was_loaded_before_anything_was_registered_is_batched_too(m
     report = lz.optimize(stock)
     assert hasattr(Manager.switch_to_cb_friendly_attn, "_layerzero")
     report.undo()
+
+
+@pytest.mark.skipif(_takes_a_cache(), reason="this version of Transformers hands its pages over, wherever they are")
+def test_batches_on_a_gpu_are_left_to_transformers() -> None:
+    pytest.importorskip("transformers", "5.24")
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
+
+    (llama,) = (each for each in DECODERS if each.name == "Llama")
+    _, ours = llama.pair()
+    manager = Manager.__new__(Manager)
+    with (
+        mock.patch.object(type(ours), "device", torch.device("cuda")),
+        pytest.warns(lz.LayerZeroWarning, match="takes no 'layerzero' on cuda: 'sdpa' runs"),
+    ):
+        manager.switch_to_cb_friendly_attn(ours, auto_switch_to_flash=False)
+    assert ours.config._attn_implementation == "sdpa"
+    assert manager._original_attn_impl == "layerzero"
 
 
 def test_a_batch_without_a_mask_is_refused() -> None:

@@ -231,7 +231,7 @@ def attention_forward(
         return one.transpose(1, 2).contiguous(), None
     if "cache" in kwargs and transformers_patches.is_of_a_batch(kwargs):
         key, value = transformers_patches.keys_of(module, key, value, attention_mask, kwargs)
-    batched = "write_index" in kwargs and transformers_patches.says_where_rows_begin(kwargs)
+    batched = "write_index" in kwargs and transformers_patches.says_where_rows_begin(key, kwargs)
     strange = () if _SERVED.issuperset(kwargs) else _strange(kwargs, transformers_patches.BATCHED if batched else ())
     trains = query.requires_grad and torch.is_grad_enabled() and has_float_mask(getattr(module, "config", None))
     theirs = strange or written() or trains

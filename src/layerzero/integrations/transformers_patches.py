@@ -9,8 +9,9 @@ this, so the method that checks the names of all models is wrapped; for other na
 and copies the keys and values that they may see out of its pages. It takes ``sdpa``, which tells sequences apart by a
 float mask, and names of its own alone, and has no place where another library could say that it serves the same call.
 So the functions that look at the name are wrapped, and are what they were for every other one. 5.23 gives its pages and
-a mask to attention. 5.24 reads the pages before and says where sequences begin: they are attended to one by one, in
-which 32 prompts of 256 tokens took 8.2 s, and 17.7 with the mask of ``sdpa`` (EPYC Zen 4, two cores, 2026-11-30).
+a mask to attention. 5.24 reads the pages before and says where sequences begin. On a CPU they are attended to one by
+one: 32 prompts of 256 tokens took 8.2 s, and 17.7 with the mask of ``sdpa`` (EPYC Zen 4, two cores, 2026-11-30).
+Elsewhere its own functions run batches, and a warning says so: its flash attention reads pages without copies.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ def is_of_a_batch(named: dict[str, Any]) -> bool:
     return named["cache"] is not None and any(named.get(each) is not None for each in places)
 
 
-def says_where_rows_begin(named: dict[str, Any]) -> bool:
-    """Whether a call is one of a batch whose keys and values were read out of the pages before, as 5.24 does."""
+def says_where_rows_begin(key: Tensor, named: dict[str, Any]) -> bool:
+    """Whether a call is one of a batch on a CPU whose keys and values were read out of the pages before (5.24)."""
     others = named.get("cache") is not None or named.get("block_table") is not None
-    return named["write_index"] is not None and not others and isinstance(named.get("cu_seq_lens_k"), Tensor)
+    begins = isinstance(named.get("cu_seq_lens_k"), Tensor) and key.device.type == "cpu"
+    return begins and named["write_index"] is not None and not others
 
 
 ROW_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -160,12 +162,12 @@ def serve_batches(names: Collection[str]) -> None:
 
     @functools.wraps(switch)
     def switched(self: Any, model: Any, *others: Any, **named: Any) -> None:
-        name = model.config._attn_implementation
+        name, where = model.config._attn_implementation, model.device.type
         if name not in names:
             switch(self, model, *others, **named)
-        elif not served:
+        elif not served or (not masked and where != "cpu"):  # flash attention reads pages on a GPU
             own = "sdpa" if model._supports_sdpa else "eager"
-            said = f"generate_batch of this version of Transformers takes no attn_implementation={name!r}: {own!r} runs"
+            said = f"generate_batch of this version of Transformers takes no {name!r} on {where}: {own!r} runs"
             warn(said, LayerZeroWarning, stacklevel=2)
             model.set_attn_implementation(own)
             switch(self, model, *others, **named)
