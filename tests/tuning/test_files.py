@@ -12,6 +12,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import platformdirs
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -249,6 +250,15 @@ def test_a_folder_that_cannot_be_written_leaves_memory_and_says_so_once(tmp_path
     assert "cannot be written" in note
     ENGINE.ledger = ledger
     lz.rms_norm(torch.randn(3000, 64), torch.randn(64))  # a call works as ever
+
+
+def test_a_user_without_a_home_gets_no_folder_below_the_current_one_and_one_warning(monkeypatch):
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: Path("~nobody-is-called-so/.cache/layerzero"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        assert cache_folder({}) is None
+        assert cache_folder({}) is None
+    assert [each.category for each in told] == [lz.LayerZeroWarning]
 
 
 def test_the_folder_is_the_variables_else_the_users(monkeypatch):

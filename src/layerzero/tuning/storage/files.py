@@ -58,13 +58,12 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
         if named is None:
             import platformdirs
 
-            return platformdirs.user_cache_path("layerzero", appauthor=False).absolute()
+            return platformdirs.user_cache_path("layerzero", appauthor=False).expanduser().absolute()
         return Path(named).expanduser().absolute() if named else None
     except RuntimeError as error:  # a user without a home
         warn(
             f"what is learnt about kernels ends with the process: {error}; set LAYERZERO_CACHE_DIR to a folder",
-            LayerZeroWarning,
-            stacklevel=2,
+            LayerZeroWarning,  # from this line, so that Python tells it once
         )
         return None
 
