@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from command_lines import run
 from layerzero.cli import output
@@ -102,6 +103,17 @@ def test_a_closed_stdout_is_no_error(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main(["config", "keys"])
     sys.stdout.close()
+    assert ended.value.code == 0
+
+
+def test_a_letter_that_the_terminal_cannot_show_ends_no_command(monkeypatch):
+    program = output.Program()
+    program.command("say")(lambda: output.Answer(None, lambda: [Text("and so on\u2026")]))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(SystemExit) as ended:
+        program([])
+    sys.stdout.flush()
+    assert sys.stdout.buffer.getvalue() == b"and so on\\u2026\n"
     assert ended.value.code == 0
 
 

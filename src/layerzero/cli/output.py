@@ -29,6 +29,7 @@ from typer.core import TyperCommand
 
 from layerzero.cli.tables import Lines
 from layerzero.core import errors
+from layerzero.core.system import resources
 
 WIDTH = 100
 """Columns where stdout is no terminal and COLUMNS says nothing; a table whose numbers and ids need more takes more."""
@@ -211,14 +212,17 @@ class Program(Commands):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:  # Python's word for one that was closed before
+            stream = getattr(sys, name)
+            if stream is None:  # Python's word for one that was closed before
                 setattr(sys, name, _nowhere())  # until the end
+            elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+                stream.reconfigure(errors="backslashreplace")  # a letter that its encoding lacks ends no command
         if not kwargs.get("standalone_mode", True) or threading.current_thread() is not threading.main_thread():
             return super().__call__(*args, **kwargs)
         ended, (told, tell) = threading.Event(), os.pipe()
         os.set_blocking(tell, False)
         before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)  # heard of even while a kernel runs
-        threading.Thread(target=_watch, args=(told, ended), name="layerzero-interrupts", daemon=True).start()
+        resources.started("layerzero-interrupts", _watch, told, ended)
         try:
             return super().__call__(*args, **kwargs)
         except SystemExit as end:
