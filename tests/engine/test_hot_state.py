@@ -290,6 +290,22 @@ print(accelerator.ABSENT, lz.rms_norm)
     assert shown.stdout.startswith("LAYERZERO_NATIVE is 0 <function rms_norm")
 
 
+@pytest.mark.slow
+def test_the_python_path_serves_where_the_system_has_no_more_threads():
+    script = """
+import threading, torch, layerzero as lz
+def start(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+x = torch.randn(4, 8)
+torch.testing.assert_close(lz.rms_norm(x, torch.ones(8)), torch.nn.functional.rms_norm(x, (8,), eps=1e-6))
+from layerzero.engine import accelerator
+print(accelerator.ABSENT)
+"""
+    shown = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert shown.stdout.startswith("the system gave no thread")
+
+
 # torch.compile
 
 

@@ -9,7 +9,6 @@ import importlib
 import inspect
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from layerzero.core import indices
 from layerzero.core.eager_state import declared
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
-from layerzero.core.system import log
+from layerzero.core.system import log, resources
 from layerzero.engine.config import SCOPES
 from layerzero.engine.services import SERVICES
 from layerzero.engine.transforms import in_dispatch_mode, in_transform
@@ -165,8 +164,11 @@ def _in_plain_state(work: Callable[[], None]) -> None:
         except BaseException as error:  # noqa: BLE001  # raised below, where the caller hears it
             failures.append(error)
 
-    thread = threading.Thread(target=run, name="layerzero-setup")
-    thread.start()
+    thread = resources.started("layerzero-setup", run)
+    if thread is None:
+        global ABSENT
+        ABSENT = "the system gave no thread to set up the extension in"
+        return
     thread.join()
     if failures:
         raise failures[0]
