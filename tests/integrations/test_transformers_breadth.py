@@ -244,7 +244,7 @@ def _takes_a_cache() -> bool:
     return "cache" in inspect.signature(sdpa_attention_forward).parameters
 
 
-@pytest.mark.parametrize("way", ["attention", "optimized"])
+@pytest.mark.parametrize("way", ["attention", "optimized", "compiled"])
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2", "GptOss"])
 def test_continuous_batching_gives_the_tokens_of_one_by_one(name: str, way: str) -> None:
     pytest.importorskip("transformers", "5.23")
@@ -260,7 +260,10 @@ def test_continuous_batching_gives_the_tokens_of_one_by_one(name: str, way: str)
             stock.generate(torch.tensor([each]), generation_config=told)[0, len(each) :].tolist() for each in prompts
         ]
     report = lz.optimize(ours) if way == "optimized" else None
-    told_batch = transformers.ContinuousBatchingConfig(block_size=16, num_blocks=16, max_batch_tokens=16)
+    more = {}
+    if way == "compiled":  # rows are filled up to fixed lengths
+        more = {"varlen_compile_config": transformers.CompileConfig(backend="eager", fullgraph=False, dynamic=True)}
+    told_batch = transformers.ContinuousBatchingConfig(block_size=16, num_blocks=16, max_batch_tokens=16, **more)
     ran: list[str] = []
     watch = lambda function, plan: ran.append(function.name)
     ENGINE.watch(watch)
@@ -269,7 +272,7 @@ def test_continuous_batching_gives_the_tokens_of_one_by_one(name: str, way: str)
     finally:
         ENGINE.unwatch(watch)
     assert [each.generated_tokens for each in found.values()] == wanted
-    assert ("attention" if _takes_a_cache() else "ragged_attention") in ran
+    assert way == "compiled" or ("attention" if _takes_a_cache() else "ragged_attention") in ran
     assert ours.config._attn_implementation == "layerzero"
     if report is not None:
         report.undo()
@@ -304,6 +307,21 @@ def test_batches_on_a_gpu_are_left_to_transformers() -> None:
         manager.switch_to_cb_friendly_attn(ours, auto_switch_to_flash=False)
     assert ours.config._attn_implementation == "sdpa"
     assert manager._original_attn_impl == "layerzero"
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize(("given", "said"), [({"dropout": 0.1}, "without dropout"), ({"odd": torch.ones(1)}, "odd")])
+def test_what_no_batch_can_have_is_refused(exchanged: bool, given: Any, said: str) -> None:
+    (llama,) = (each for each in DECODERS if each.name == "Llama")
+    stock, ours = llama.pair()
+    stock.set_attn_implementation("sdpa")
+    report = lz.optimize(stock)
+    module = (stock if exchanged else ours).model.layers[0].self_attn
+    query, starts = torch.randn(1, 4, 3, 8), torch.tensor([0, 1, 3], dtype=torch.int32)
+    batch = {"write_index": [torch.arange(3)], "cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    with pytest.raises(lz.InvalidCallError, match=said):
+        integration.attention_forward(module, query, query, query, None, **batch, **given)
+    report.undo()
 
 
 def test_a_batch_without_a_mask_is_refused() -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends.norm_limits import BoundsSizes
 from layerzero.core.reasons import ReasonCode
+from layerzero.engine.registry import REGISTRY
 
 FEATURES = frozenset({"avx2", "avx512", "avx512_bf16", "avx512_vnni"})
 CPU = replace(lz.Device.named("CPU"), instruction_sets=FEATURES, architecture="x86_64")
@@ -129,6 +131,11 @@ def _joined(tokens):
     return meta(1, tokens, 6144), 32, 8, table, table
 
 
+def _into_pages(tokens):
+    table, slots = meta(tokens, 64), meta(tokens, dtype=torch.int64)
+    return meta(tokens, 6144), table, table, meta(64, 16, 8, 128), meta(64, 16, 8, 128), slots, slots
+
+
 @pytest.mark.parametrize(("kernel", "function", "call", "first"), [
     ("torch.rms_norm", "rms_norm", lambda rows: (meta(rows, 4096), meta(4096)), 2**20),
     ("torch.add_rms_norm", "add_residual_rms_norm_", lambda rows: (meta(rows, 512), meta(rows, 512), meta(512)), 2**23),
@@ -141,14 +148,20 @@ def _joined(tokens):
     ("torch.sdpa.cudnn", "attention", _short, 2**14),
     ("torch.qk_norm_rope", "qk_norm_rope", _heads, 2**20),
     ("torch.split_qkv_norm_rope", "split_qkv_norm_rope", _joined, -(-2**32 // 6144)),
+    ("torch.split_qkv_norm_rope_append", "split_qkv_norm_rope_append_", _into_pages, -(-2**32 // 6144)),
 ])  # fmt: skip
 def test_rows_beyond_32_bits_go_elsewhere_on_a_gpu(kernel, function, call, first):
-    """Each gave rows of others or none there, or ended the context (torch 2.11, vllm 0.20.0, H200, 2026-11-30)."""
+    """Each, or what it calls, gave rows of others or none there, or ended the context (torch 2.11, H200)."""
     named = {"layout": "BSHD"} if function in ("attention", "qk_norm_rope") else {}
     named |= {"causal": False} if function == "attention" else {}
     versions = {"torch": "2.11.0", "vllm": "0.20.0"}
     for rows in (first - 1, first):
         report = lz.explain(function, *call(rows), device="H200", libraries=versions, **named)
         found = [each for each in report.reasons(kernel) if each.code is ReasonCode.CONSTRAINT_FAILED]
-        assert len(found) == (rows == first)
-        assert all("32 bits" in each.hint for each in found), found
+        assert bool(found) == (rows == first)
+        assert all("H200, 2026-11-30" in each.hint for each in found), found
+    limits = next(each for each in REGISTRY.candidates(report.facts.operation.name) if each.id == kernel).limits
+    refusing = [
+        each for each in limits if each.check(report.facts.seen_in("BHSD" if function == "attention" else None))
+    ]
+    assert any(isinstance(each, BoundsSizes) for each in refusing)  # by others each number of rows would be a miss

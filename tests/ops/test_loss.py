@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch.nn import functional
@@ -162,6 +164,29 @@ def test_a_second_backward_pass_gives_the_same_again(few_rows, reduction):
     fresh.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         fresh.backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_that_is_kept_holds_no_weight_after_its_backward_pass(few_rows, reduction):
+    hidden, weight, target = made()
+    weight = weight.detach().clone()
+    with locked(CHUNKED):
+        loss = lz.linear_cross_entropy(hidden, weight, target, reduction=reduction)
+    loss.sum().backward()
+    place = weight.data_ptr()
+    del weight
+    assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.data_ptr() == place]
+
+
+def test_a_class_weight_that_is_written_into_between_two_backward_passes_raises(few_rows):
+    hidden, weight, target = made()
+    of_classes = torch.rand(50)
+    with locked(CHUNKED):
+        loss = lz.linear_cross_entropy(hidden, weight, target, class_weight=of_classes)
+    loss.backward(retain_graph=True)
+    of_classes.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_gradients_of_gradients_of_a_loss_alone_raise():

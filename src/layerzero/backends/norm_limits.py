@@ -49,16 +49,20 @@ def _bounds_sizes(limit: BoundsSizes, call: SizedCall) -> Iterable[Condition] | 
 class ElementsBelow(BoundsSizes):
     """Fewer elements than this: beyond, a library's offsets leave 32 bits, or what it writes has no room.
 
-    ``hint`` says what a library does beyond, and in which version; ``platforms`` where, if not everywhere.
+    ``hint`` says what a library does beyond, and in which version; ``platforms`` where, if not everywhere;
+    ``gradients`` that it is so in a backward pass alone.
     """
 
     bound: int
     sizes: tuple[str, ...] = ("rows", "hidden")
     hint: str = ""
     platforms: tuple[str, ...] = ()
+    gradients: bool = False
 
     def check(self, facts: Facts) -> limit.Findings:
         if self.platforms and facts.device.platform not in self.platforms:
+            return ()
+        if self.gradients and not facts["requires_grad"]:
             return ()
         got = math.prod(facts.size(name) for name in self.sizes)
         if got < self.bound:
@@ -71,6 +75,7 @@ class ElementsBelow(BoundsSizes):
 
     def describe(self) -> str:
         where = f" on {', '.join(self.platforms)}" if self.platforms else ""
+        where += " with gradients" if self.gradients else ""
         return f"{' * '.join(self.sizes)} < {self.bound}{where}"
 
 

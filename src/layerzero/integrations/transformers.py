@@ -44,13 +44,13 @@ HARMLESS = frozenset({
     *("position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx"),
     *("past_key_values", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),
     *("max_length_q", "max_length_k", "max_seqlen", "deterministic"),
-    # what queries, keys and values were made of
+    # what queries, keys and values were made of, and which layers of towers are read
     *("input_ids", "inputs_embeds", "input_features", "pixel_values", "pixel_values_videos", "image_grid_thw"),
     *("video_grid_thw", "image_sizes", "mm_encoder_outputs", "encoder_hidden_states", "encoder_outputs"),
     *("decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids", "original_sizes", "reshaped_input_sizes"),
     *("interpolate_pos_encoding", "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio"),
 })  # fmt: skip
-"""Arguments that Transformers' models (5.23) hand on and that leave the result as it is: models give whatever they do
+"""Arguments that Transformers' models (5.24) hand on and that leave the result as it is: models give whatever they do
 not know to their attention. All others are errors: one that a later version gives a meaning is not ignored."""
 
 _SERVED = HARMLESS - set(_UNSERVED)
@@ -236,7 +236,7 @@ def attention_forward(
     trains = query.requires_grad and torch.is_grad_enabled() and has_float_mask(getattr(module, "config", None))
     theirs = strange or written() or trains
     exchanged = vars(module).get(EXCHANGED) is not None  # None where torch.load made the module
-    if theirs and exchanged:
+    if theirs and exchanged and not batched:
         if indices is not None:
             attention_mask = selected(attention_mask, indices, key.shape[2])
         given = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "position_bias": position_bias}
@@ -248,7 +248,10 @@ def attention_forward(
     beside = attention_mask, position_bias, dropout or None
     packed = transformers_patches.packed_by(query, key, kwargs, *beside) if "cu_seq_lens_k" in kwargs else None
     if batched and packed is None:
-        raise _refused("write_index", "a batch with dropout, with a bias, or deterministic")
+        wanted = "wanted generate_batch without dropout, bias and deterministic, at most as many queries as keys"
+        raise InvalidCallError(
+            "attn_implementation='layerzero'", [f"{wanted}, got other; call model.eval(), or set 'sdpa'"]
+        )
     if strange:
         got = kwargs[strange[0]]
         raise _refused(strange[0], f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80])

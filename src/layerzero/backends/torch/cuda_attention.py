@@ -149,18 +149,6 @@ def _efficient_dropout(facts: Facts) -> Reason | None:
     return Reason(ReasonCode.CUDA_GRID_DIM_EXCEEDED, "grid.z", f"at most {most} with dropout", f"{batch} (batch)")
 
 
-def _cudnn_gradient(facts: Facts) -> Reason | None:
-    """Gradients of sequences beyond are up to 80 times as large as they should be (torch 2.11, H200, 2026-11-30)."""
-    longest, most = max(facts.size("seq_q"), facts.size("seq_k")), 2**31
-    elements = (
-        facts.size("batch") * longest * facts.size("heads") * max(facts.size("head_dim"), facts.size("value_dim"))
-    )
-    if not facts["requires_grad"] or elements < most:
-        return None
-    hint = "cuDNN's backward pass computes where a sequence starts in 32 bits"
-    return Reason(ReasonCode.CONSTRAINT_FAILED, "elements", f"below {most} with gradients", elements, hint)
-
-
 def _cudnn_is_first(facts: Facts) -> bool:
     """Whether torch asks cuDNN before its other kernels: on sm 9.0, 10.0 and 10.3 with cuDNN beyond 9.15.0.
 
@@ -183,6 +171,8 @@ _ALIGNED = limit.aligned(16, "query", "key", "value")
 _IN_32_BITS = (
     "torch computes where rows of a sequence start in 32 bits: beyond, an illegal access (2.11, H200, 2026-11-30)"
 )
+_GRADIENTS = "cuDNN's gradients of sequences beyond are up to 80 times too large (torch 2.11, H200, 2026-11-30)"
+_ROWS = [(seq, "heads", dim) for seq in ("seq_q", "seq_k") for dim in ("head_dim", "value_dim")]
 
 _FUSED: dict[str, Any] = {"layout": "BHSD", "grad": True, "handles_negated": True, "deterministic": False}
 
@@ -203,7 +193,7 @@ KERNELS = (
             "NOT_CONTIGUOUS",
             got=lambda facts: f"strides {facts.tensors['query'].strides}",
         ),
-        limit.Custom("elements < 2147483648 with gradients", _cudnn_gradient),
+        *(ElementsBelow(2**31, ("batch", *each), _GRADIENTS, gradients=True) for each in _ROWS),
         SquareCausal(),
         NotDecoding(),
         SdpaEnabled("cudnn"),
@@ -258,7 +248,7 @@ KERNELS = (
         SameHeads(),
         limit.grid(x=(("seq_q", 64),), y=("heads",)),
         limit.Custom("dropout: batch <= 65535", _efficient_dropout),
-        *(ElementsBelow(2**31, (seq, "heads", "head_dim"), _IN_32_BITS) for seq in ("seq_q", "seq_k")),
+        *(ElementsBelow(2**31, each, _IN_32_BITS) for each in _ROWS),
         _DENSE,
         _ALIGNED,
         accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerzero.backends.norm_limits import BoundsSizes
 from layerzero.backends.torch.attention import BY_ITSELF, CPU_FLASH, FLOATS, always, kernel, no_atomics
 from layerzero.backends.torch.norm import FINITE, rows_below
 from layerzero.backends.torch.paged import flash_over_gathered, load_append, load_each, load_gather
@@ -30,7 +32,6 @@ from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Tolerance
-from layerzero.core.reasons import Reason
 from layerzero.ops.attention.declare import TOLERANCE
 from layerzero.ops.attention.limits import SdpaEnabled
 from layerzero.ops.paged import tiles
@@ -189,9 +190,16 @@ _GATHER, _EACH, _VARLEN = (
 )
 
 
-def _rows(facts: Facts) -> Reason | None:
-    sizes = ("tokens",) if str(facts["operation"]).endswith(".paged") else ("batch", "seq")
-    return next((each.reason for each in rows_below(*sizes, "features").check(facts)), None)
+@dataclass(frozen=True, slots=True)
+class _Rows(BoundsSizes):
+    """That torch's norm reaches all rows, of tokens or of sequences."""
+
+    def check(self, facts: Facts) -> limit.Findings:
+        sizes = ("tokens",) if str(facts["operation"]).endswith(".paged") else ("batch", "seq")
+        return rows_below(*sizes, "features").check(facts)
+
+    def describe(self) -> str:
+        return f"rows of qkv * features < {2**32} on cuda, rocm"
 
 
 KERNELS = (
@@ -222,7 +230,7 @@ KERNELS = (
         lambda facts: split_then_append(
             load_split(facts), appending(facts), facts.size("heads"), facts.size("kv_heads")
         ),
-        limits=(FLOATS, FINITE, limit.Custom("elements of qkv < 4294967296 on cuda, rocm", _rows)),
+        limits=(FLOATS, FINITE, _Rows()),
         accepts=("q_weight", "k_weight", "interleaved", "eps", "plus_one"),
         grad=True,
         **BY_ITSELF,

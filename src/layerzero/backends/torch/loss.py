@@ -15,6 +15,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -175,41 +176,46 @@ def _load_chunked(facts: Facts) -> Callable[..., Any]:
         counted = flat != ignore_index
         places = flat.masked_fill(~counted, 0).long()
         extra = counted.to(wide(hidden.dtype))
-        own, classes = (None if each is None else each.detach() for each in (bias, class_weight))
-        loss = _Loss(weight.detach(), own, classes, label_smoothing, softcap, z_loss)
+        classes = None if class_weight is None else class_weight.detach()
+        formula = functools.partial(_Loss, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss)
         rows, share = hidden.reshape(-1, hidden.shape[-1]), extra
         if not recording:  # else parameters would get gradients, at three times the work
-            rows, weight, bias = rows.detach(), loss.weight, loss.bias
+            rows, weight, bias = rows.detach(), weight.detach(), None if bias is None else bias.detach()
         divisor = None
         if reduction == "mean" and not by_row:
-            divisor = (extra if loss.of_classes is None else extra * loss.of_classes[places]).sum()
+            divisor = (extra if classes is None else extra * classes.to(extra.dtype)[places]).sum()
             share, extra = (share / divisor).nan_to_num_(0.0), (extra / extra.sum()).nan_to_num_(0.0)
 
-        cut = sizes(len(rows), loss.weight)
+        cut = sizes(len(rows), weight)
 
-        def all_of(hidden: Tensor, shares: tuple[Tensor, Tensor], needed: Needed = (False, False, False)) -> Any:
+        # what these functions hold lives as long as the loss: the tensors are those that autograd hands over and frees
+        def all_of(given: Any, shares: tuple[Tensor, Tensor], needed: Needed = (False, False, False)) -> Any:
+            hidden: Tensor = given[0]
+            loss = formula(*given[1:])
+
             def chunk(rows: Tensor, part: slice, room: Tensor | None) -> Tensor:
                 return loss.chunk(rows, places[part], shares[0][part], shares[1][part], room)
 
             return over_chunks(chunk, hidden, loss.weight, needed, cut, padded)
 
-        def at_once(needed: Needed, hidden: Tensor, *_: Tensor | None) -> tuple[Tensor, Any]:
-            losses, *gradients = all_of(hidden, (share, extra), needed)
-            return losses.sum() if divisor is None else losses.sum() * (divisor / divisor), gradients  # NaN of no row
+        def at_once(needed: Needed, *given: Tensor | None) -> tuple[Tensor, Any]:
+            losses, *gradients = all_of(given, (share, extra), needed)
+            total = losses.sum() if divisor is None else losses.sum() * (divisor / divisor)  # NaN of no row
+            return total, [*gradients, None]
 
-        def again(hidden: Tensor, weight: Tensor, *_: Tensor | None) -> tuple[Tensor, Any]:
-            return all_of(hidden, (share, extra))[0], (hidden, weight, share, extra)
+        def again(*given: Tensor | None) -> tuple[Tensor, Any]:
+            return all_of(given, (share, extra))[0], (*given, share, extra)
 
         def differentiate(kept: Any, needed: Needed, gradient: Tensor) -> Any:
-            hidden, _, share, extra = kept
-            return all_of(hidden, (share * gradient, extra * gradient), needed)[1:]
+            *given, share, extra = kept
+            return (*all_of(given, (share * gradient, extra * gradient), needed)[1:], None)
 
         if not by_row and not (recording and hidden.dtype is torch.float16):
-            found = given_away(at_once, scaled, rows, weight, bias, anew=True)
+            found = given_away(at_once, scaled, rows, weight, bias, classes, anew=True)
             return found.to(dtype)
         # Gradients of a mean over 2048 rows of 32,000 classes are below float16's smallest number, and the factor that
         # GradScaler lifts them by is known in the backward pass alone.
-        found = from_kept(again, differentiate, rows, weight, bias)
+        found = from_kept(again, differentiate, rows, weight, bias, classes)
         if by_row:
             return found.view(target.shape).to(dtype)
         found = found.sum()

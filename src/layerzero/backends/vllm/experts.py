@@ -246,8 +246,10 @@ _OF_CALL = ("dtype", "gate_up_format", "down_format", "experts", "hidden", "join
 
 _GATES = limit.one_of("activation", "silu", "gelu", "gelu_tanh", "swiglu_oai")
 _EXPERTS = limit.dim("experts", max=991)
-_JOINED = ElementsBelow(2**32, ("tokens", "top_k", "joined_features"), IN_32_BITS)  # of the gate's
 """With one more for those that are elsewhere, in steps of 32, fewer than 1024 can be counted."""
+
+_ROWS = [ElementsBelow(2**32, ("tokens", "top_k", width), IN_32_BITS) for width in ("joined_features", "hidden")]
+"""What the gate reads. Whether sums over the experts count further was not run."""
 
 
 def _compiled(facts: Facts) -> Hashable:
@@ -274,7 +276,7 @@ def _kernel(
         limit.dim("hidden", multiple=64),
         limit.dim("joined_features", multiple=_STEP),
         limit.dim("inner_features", multiple=64),
-        _JOINED,
+        *_ROWS,
         *limits,
         *(belongs(packed, of) for packed, of in PACKED_OF.items()),
         before_capture(owner, _OF_CALL),
@@ -364,7 +366,7 @@ KERNELS = (
         limit.dtype("bfloat16"),
         _GATES,
         *limit.dims("hidden", "inner_features", multiple=8),
-        _JOINED,
+        *_ROWS,
         limit.contiguous("input", "gate_up_weight", "down_weight"),
         limit.aligned(16, "input", "gate_up_weight", "down_weight"),
         before_capture(_GROUPED, ("experts",)),
