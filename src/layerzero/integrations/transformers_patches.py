@@ -91,22 +91,21 @@ def packed_by(query: Tensor, key: Tensor, kwargs: dict[str, Any], *beside: Any) 
 
     None, and nothing taken, for a call that says less, or that has a bias or dropout ``beside``, or is deterministic.
     """
-    starts: tuple[Any, Any] = (kwargs.get("cu_seq_lens_q"), kwargs["cu_seq_lens_k"])
+    of_query, of_key = kwargs.get("cu_seq_lens_q"), kwargs["cu_seq_lens_k"]
     batched = kwargs.get("write_index") is not None
     least = 2 if batched else 3  # nothing else says that a batch has one sequence
-    if any(not isinstance(each, Tensor) or each.numel() < least for each in starts) or len(query) != 1:
+    if not isinstance(of_query, Tensor) or not isinstance(of_key, Tensor) or len(query) != 1:
         return None
-    if query.shape[2] > key.shape[2] or kwargs.get("deterministic") or any(each is not None for each in beside):
+    if min(of_query.numel(), of_key.numel()) < least or query.shape[2] > key.shape[2]:
+        return None
+    if kwargs.get("deterministic") or any(each is not None for each in beside):
         return None
     del kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     told: dict[str, Any] = {f"max_seqlen_{of}": kwargs.pop(f"max_length_{of}", None) for of in "qk"}
     if batched:  # what fills rows up for compiled batches is a sequence of its own, maybe the longest
-        starts = (
-            functional.pad(starts[0], (0, 1), value=query.shape[2]),
-            functional.pad(starts[1], (0, 1), value=key.shape[2]),
-        )
-        told = {}
-    told |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+        of_query = functional.pad(of_query, (0, 1), value=query.shape[2])
+        of_key, told = functional.pad(of_key, (0, 1), value=key.shape[2]), {}
+    told |= {"cu_seqlens_q": of_query, "cu_seqlens_k": of_key}
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
         function: Any = lz.ragged_attention  # it returns a pair only with return_lse=True
