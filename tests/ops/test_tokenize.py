@@ -33,6 +33,23 @@ def read_anew():
     lz.forget_tokenizer()
 
 
+@pytest.mark.parametrize(
+    ("made", "got"),
+    [
+        (lambda path: path.with_suffix(".py").write_text("raise SystemExit('no licence')"), "SystemExit: no licence"),
+        (lambda path: path.with_suffix(".py").write_text("raise ImportError('half')"), "ImportError: half"),
+        (lambda path: path.mkdir(), "no package tiktoken"),
+    ],
+)
+def test_a_library_that_does_not_load_is_named_with_what_to_do(tmp_path, monkeypatch, made, got):
+    made(tmp_path / "tiktoken")
+    lz.tokenize("a", vocabularies.encoding())  # what it imports itself is not looked for below
+    monkeypatch.delitem(sys.modules, "tiktoken")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(lz.InvalidCallError, match=f"pip install .*tiktoken.*{got}"):
+        resolve("cl100k_base")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_texts_are_those_of_the_library_that_defines_it(known, kind):
     tokenizer = resolve(known[kind])

@@ -29,9 +29,14 @@ def _wrong(wanted: str, got: object) -> InvalidCallError:
 
 def _library(name: str, what: str) -> Any:
     """Import the library that defines a tokenizer; the error says what to install."""
-    if importlib.util.find_spec(name) is None:
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:  # a mere folder of that name
         raise _wrong(f"`pip install {name}` for {what}", f"no package {name}")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # a half installed one may raise anything
+        again = f"`pip install --force-reinstall {name}` for {what}"
+        raise _wrong(again, f"one that does not load: {type(error).__name__}: {error}") from error
 
 
 def named(text: str) -> Tokenizer:
@@ -157,9 +162,7 @@ def of_encoding(encoding: Any, name: str, source: str, before: tuple[int, ...] =
 
 def _encoding(name: str) -> Any:
     """An encoding by name, of tiktoken or a plugin; its ranks must lie on this machine."""
-    if importlib.util.find_spec("tiktoken") is None:
-        raise _wrong("a file, a folder, or with `pip install tiktoken` an encoding's name", repr(name))
-    tiktoken = importlib.import_module("tiktoken")
+    tiktoken = _library("tiktoken", f"the encoding {name!r}, or a file or folder that exists")
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise _wrong(f"a file or folder that exists, or an encoding of {', '.join(sorted(known))}", repr(name))
