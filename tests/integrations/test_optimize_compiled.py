@@ -229,6 +229,15 @@ def test_a_compiler_that_draws_leaves_the_callers_numbers_alone(monkeypatch: pyt
     assert after[0] == after[1]
 
 
+class Unlicensed(Library):
+    def __call__(self, module: nn.Module, example: Sequence[Tensor]) -> Any:
+        raise SystemExit("no licence")
+
+
+def test_a_compiler_that_ends_the_process_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "SystemExit: no licence" in told(optimized(monkeypatch, Unlicensed(0.1))[1])
+
+
 def test_what_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     model, report = optimized(monkeypatch, Library(1.5))
     assert kinds(report) == set()

@@ -143,7 +143,7 @@ def _added(call: Call, target: Target, compiler: Compiler, report: Optimized, un
     try:
         with time.taking(_step(compiler)):
             engine = _engine(call, module, compiler, time.deadline.passed)
-    except Exception as error:  # noqa: BLE001  # whatever a compiler raises on a model that it does not know
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a compiler raises, or its import
         return in_short(error)
     if isinstance(engine, str):
         return engine
