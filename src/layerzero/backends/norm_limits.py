@@ -59,10 +59,13 @@ class ElementsBelow(BoundsSizes):
     platforms: tuple[str, ...] = ()
     gradients: bool = False
 
+    def asks(self, facts: Facts) -> bool:
+        """Whether it looks at sizes; calls that are alike in all else have one answer."""
+        here = not self.platforms or facts.device.platform in self.platforms
+        return here and (not self.gradients or bool(facts["requires_grad"]))
+
     def check(self, facts: Facts) -> limit.Findings:
-        if self.platforms and facts.device.platform not in self.platforms:
-            return ()
-        if self.gradients and not facts["requires_grad"]:
+        if not self.asks(facts):
             return ()
         got = math.prod(facts.size(name) for name in self.sizes)
         if got < self.bound:
@@ -77,6 +80,11 @@ class ElementsBelow(BoundsSizes):
         where = f" on {', '.join(self.platforms)}" if self.platforms else ""
         where += " with gradients" if self.gradients else ""
         return f"{' * '.join(self.sizes)} < {self.bound}{where}"
+
+
+@conditions.register
+def _elements_below(limit: ElementsBelow, call: SizedCall) -> Iterable[Condition] | None:
+    return _bounds_sizes(limit, call) if limit.asks(call.facts) else ()
 
 
 def row_length(facts: Facts) -> Hashable:
