@@ -238,6 +238,21 @@ def test_a_model_without_weights_is_left_as_it_is():
     assert "wanted inputs=" in left.why
 
 
+def test_a_norm_whose_weight_waits_elsewhere_is_left():
+    model = made()
+    last = model.model.norm
+    values = last.weight.detach().clone()
+    last.weight = nn.Parameter(torch.empty_like(values, device="meta"))  # as accelerate's offloading leaves it
+    last.forward = lambda x: nn.functional.rms_norm(x, values.shape, values, last.variance_epsilon)
+    report = lz.optimize(model, training=True)
+    assert [each.why for each in report.left if each.path == "model.norm"] == [
+        "its forward was exchanged on the instance, as accelerate's offloading does"
+    ]
+    assert {each.path for each in report.replaced if each.kind == NORM} == {
+        path for path, each in model.named_modules() if type(each) is type(last) and each is not last
+    }
+
+
 def merged():
     """As with peft's adapters once they are merged: they want gradients, and nothing computes with them."""
     model = made().requires_grad_(False)

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,6 +239,12 @@ def advanced(trial: Trial) -> Finding:
 
 def other_stream(trial: Trial) -> Finding:
     """The kernel waits for the stream that is current, on which its input is only just being written."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return _late(trial, stream, nullcontext(), "on another stream")
+
+
+def _late(trial: Trial, stream: torch.cuda.Stream, during: AbstractContextManager[object], where: str) -> Finding:
+    """Run while a stream of the tensors' device is still writing what the kernel reads."""
     call, mutated = duplicate(trial.call), trial.facts.operation.schema.mutated
     late = _data(trial, mutated)
     if not late:
@@ -247,7 +253,6 @@ def other_stream(trial: Trial) -> Finding:
     written = torch.zeros_like(values)
     arguments = {**call.arguments, late: written}
     truth = trial.truth()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     trial.plan()
     torch.cuda.synchronize()
 
@@ -255,11 +260,12 @@ def other_stream(trial: Trial) -> Finding:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # cycles: about 30 ms, long compared with a launch
             written.copy_(values)
-            result = trial.run(**given)
+            with during:
+                result = trial.run(**given)
         stream.synchronize()
         return result
 
-    return _compared(run, RandomCall(call.function, arguments, call.name), truth, {late}, "on another stream")
+    return _compared(run, RandomCall(call.function, arguments, call.name), truth, {late}, where)
 
 
 def _data(trial: Trial, mutated: Sequence[str]) -> str:
@@ -270,17 +276,13 @@ def _data(trial: Trial, mutated: Sequence[str]) -> str:
 
 
 def other_device(trial: Trial) -> Finding:
-    """Another device is the current one."""
+    """The kernel waits for its tensors' stream while another device is the current one."""
     count = torch.cuda.device_count()
     if count < 2:
         return Finding("not tried", "one device")
     here = trial.facts.device.index
-
-    def run(**given: Any) -> Any:
-        with torch.cuda.device((here + 1) % count):
-            return trial.run(**given)
-
-    return _compared(run, duplicate(trial.call), trial.truth(), set(), "with another device current")
+    stream = torch.cuda.Stream(here)  # type: ignore[no-untyped-call]
+    return _late(trial, stream, torch.cuda.device((here + 1) % count), "with another device current")
 
 
 def captured(trial: Trial) -> Finding:

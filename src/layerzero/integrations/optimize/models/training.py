@@ -185,6 +185,8 @@ def _norms(root: Module) -> Iterator[Replaced | Left]:
         if type(module) is torch.nn.RMSNorm:
             continue
         found = norm(module) if not module._modules else None
+        if isinstance(found, str):
+            yield Left(path, type(module).__name__, refusal(module) or found)
         if not isinstance(found, Candidate) or not isinstance(found.swap.state, Norm) or found.stock:
             continue
         state = found.swap.state

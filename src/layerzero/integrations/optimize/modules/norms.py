@@ -23,6 +23,7 @@ from layerzero.integrations.optimize.swaps.candidate import (
     distance,
     quiet,
     random_rows,
+    weight_problem,
 )
 from layerzero.integrations.optimize.swaps.reads import functions_of, kept_by
 from layerzero.integrations.optimize.swaps.swap import (
@@ -150,6 +151,8 @@ def norm(module: Module) -> Candidate | str | None:
         return None
     if set(parameters) - {"weight", "bias"} or any(each.shape != weight.shape for each in parameters.values()):
         return None
+    if weight.is_meta:
+        return f"weight {weight_problem(weight)}"
     example = random_rows(module, weight.shape[0], dtype=weight.dtype, device=weight.device)
     form, eps, why = _form_of(module, has_bias="bias" in parameters)
     if form is None:
