@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from contextvars import copy_context
 
 import pytest
 import torch
@@ -163,6 +164,16 @@ def test_one_threads_block_never_changes_another_threads_choice(attention):
     thread.join()
     assert seen["holder"] == "torch.sdpa.math"
     assert seen["other"] != "torch.sdpa.math"
+
+
+def test_what_inherits_a_scope_has_no_settings_of_a_block_that_was_left():
+    with lz.scope(debug=True):
+        with lz.scope(strict_mode=True):
+            inherited = copy_context()  # what a task gets, and each thread without a GIL
+        assert inherited.run(config.current_policy) == config.current_policy()
+    with lz.scope(layout="BHSD"):  # another thread's
+        assert not inherited.run(config.current_policy).debug
+        assert inherited.run(config.SCOPES.layers) == ()
 
 
 def test_configure_inside_a_scope_is_seen(attention):

@@ -1,20 +1,21 @@
 """Free-threaded interpreters: the extension needs the GIL, and Python serves rather than switch it on for all."""
 
-import os
 import subprocess
 import sys
 import sysconfig
+from importlib.util import find_spec
 
 import pytest
 
+import layerzero as lz
+from layerzero.core.system import resources
 from layerzero.engine import accelerator
+from layerzero.engine.config import current_policy
 
 SAYS = "import sys, layerzero as lz; lz.rms_norm; print(sys._is_gil_enabled(), lz.doctor().versions['hit path'])"
 
 
-@pytest.mark.skipif(
-    accelerator.HOT is None and not sysconfig.get_config_var("Py_GIL_DISABLED"), reason=accelerator.ABSENT
-)
+@pytest.mark.skipif(accelerator.HOT is None, reason=accelerator.ABSENT)
 @pytest.mark.parametrize(("wish", "why"), [("", "would switch it on"), ("1", "which this process keeps off")])
 def test_python_serves_in_a_process_without_a_gil_and_says_why(monkeypatch, wish, why):
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
@@ -32,11 +33,24 @@ def test_a_wish_of_no_meaning_is_told_and_decides_nothing(monkeypatch, caplog):
 
 
 @pytest.mark.skipif(not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="wanted a free-threaded interpreter")
-@pytest.mark.parametrize(("wish", "said"), [("", "False in Python"), ("1", "True in C")])
-def test_a_free_threaded_interpreter_has_no_gil_unless_the_extension_is_asked_for(wish, said):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}
+@pytest.mark.skipif(find_spec("layerzero._native.hot") is None, reason="wanted the extension, built for it")
+@pytest.mark.parametrize(("wish", "gil", "said"), [
+    ("", None, "False in Python (this process has no GIL, and the extension would"),
+    ("1", None, "True in C"),
+    ("1", "0", "False in Python (the extension needs the GIL, which this process keeps off"),
+])  # fmt: skip
+def test_a_free_threaded_interpreter_has_no_gil_unless_the_extension_is_asked_for(monkeypatch, wish, gil, said):
+    monkeypatch.setenv("LAYERZERO_NATIVE", wish)
+    monkeypatch.delenv("PYTHON_GIL", raising=False)
+    if gil is not None:
+        monkeypatch.setenv("PYTHON_GIL", gil)
     command = [sys.executable, "-W", "ignore", "-c", SAYS]
-    shown = subprocess.run(
-        command, check=True, capture_output=True, text=True, env=environment | {"LAYERZERO_NATIVE": wish}
-    )
-    assert shown.stdout.startswith(said)
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.startswith(said)
+
+
+def test_a_thread_of_layerzero_has_no_scope_of_the_thread_that_started_it():
+    """Without a GIL, Python's threads inherit those that are open."""
+    seen = []
+    with lz.scope(debug=True):
+        resources.started("test", lambda: seen.append(current_policy().debug)).join()
+    assert seen == [False]

@@ -32,11 +32,16 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Scope:
-    """The layers that hold in one context, and the policy they made of a state of the configuration."""
+    """The layers that hold in one context, and the policy they made of a state of the configuration.
+
+    Tasks inherit it, and so do threads without a GIL: where its block was left, ``outer`` holds.
+    """
 
     layers: tuple[Mapping[str, Any], ...]
     base: Policy
     policy: Policy
+    outer: _Scope | None
+    left: bool = False
 
 
 class Scopes:
@@ -89,7 +94,7 @@ class Scopes:
             self._open.pop(id(block), None)
             self._tell()
 
-    def restore(self, scope: _Scope, outer: _Scope | None, token: Token[_Scope | None] | None) -> None:
+    def restore(self, scope: _Scope, token: Token[_Scope | None] | None) -> None:
         """Let hold here what held before a scope; without a token, only where that one holds.
 
         Raises: ValueError in another context than the token's.
@@ -97,26 +102,32 @@ class Scopes:
         if token is not None:
             self._current.reset(token)
         elif self._current.get() is scope:
-            self._current.set(outer)
+            self._current.set(scope.outer)
 
-    def made_of(self, values: Mapping[str, Any]) -> tuple[_Scope, _Scope | None]:
-        """A scope of these values within the one that holds here, and that one. Raises: PolicyError."""
-        outer = self._current.get()
+    def _here(self) -> _Scope | None:
+        scope = self._current.get()
+        while scope is not None and scope.left:
+            scope = scope.outer
+        return scope
+
+    def made_of(self, values: Mapping[str, Any]) -> _Scope:
+        """A scope of these values within the one that holds here. Raises: PolicyError."""
+        outer = self._here()
         inner = checked(values, "scope")
         for name in inner:
             if not SETTINGS[name].scoped:
                 raise PolicyError(f"scope: {name} holds for the whole process; set it with lz.configure or in a file")
         layers = (*(outer.layers if outer else ()), inner)
-        return _Scope(layers, self._configuration.policy, self._configuration.effective(*layers)), outer
+        return _Scope(layers, self._configuration.policy, self._configuration.effective(*layers), outer)
 
     def layers(self) -> tuple[Mapping[str, Any], ...]:
         """The settings of the blocks that hold here, outermost first."""
-        scope = self._current.get()
+        scope = self._here()
         return scope.layers if scope else ()
 
     def policy(self) -> Policy:
         """The policy that holds in this context."""
-        scope, base = self._current.get(), self._configuration.policy
+        scope, base = self._here(), self._configuration.policy
         if scope is None:
             return base
         if scope.base is not base:  # lz.configure was called meanwhile
@@ -132,7 +143,6 @@ class SettingsBlock(ContextDecorator, AbstractContextManager[None]):
     """
 
     _scope: _Scope | None = None  # of the class: one that was interrupted as it was made has them, too
-    _outer: _Scope | None = None
     _token: Token[_Scope | None] | None = None
 
     def __init__(self, scopes: Scopes, values: Mapping[str, Any]) -> None:
@@ -149,7 +159,7 @@ class SettingsBlock(ContextDecorator, AbstractContextManager[None]):
         if self._scope is not None:
             raise RuntimeError("this scope is entered already: make another one for a block inside it")
         try:
-            self._scope, self._outer = self._scopes.made_of(self._values)
+            self._scope = self._scopes.made_of(self._values)
             self._token = self._scopes.enter(self, self._scope)
         except BaseException:
             self._leave()
@@ -174,8 +184,9 @@ class SettingsBlock(ContextDecorator, AbstractContextManager[None]):
     def _undo(self, token: Token[_Scope | None] | None) -> None:
         self._scopes.leave(self)
         if self._scope is not None:
-            self._scopes.restore(self._scope, self._outer, token)
-        self._scope = self._outer = self._token = None
+            self._scope.left = True
+            self._scopes.restore(self._scope, token)
+        self._scope = self._token = None
 
 
 def _block_here(values: Mapping[str, Any]) -> SettingsBlock:

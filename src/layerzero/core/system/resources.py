@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,8 +196,11 @@ _SIBLINGS = "topology/thread_siblings_list"
 
 
 def started(name: str, work: Callable[..., None], *given: object) -> threading.Thread | None:
-    """Start a thread that keeps no process alive; None where the system has no more, or the interpreter ends."""
-    thread = threading.Thread(target=work, args=given, name=name, daemon=True)
+    """Start a thread that keeps no process alive; None where the system has no more, or the interpreter ends.
+
+    It has no context variables, as threads have none under a GIL: a scope that is open here does not hold there.
+    """
+    thread = threading.Thread(target=Context().run, args=(work, *given), name=name, daemon=True)
     try:
         thread.start()
     except RuntimeError:
