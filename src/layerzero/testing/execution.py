@@ -239,8 +239,7 @@ def advanced(trial: Trial) -> Finding:
 
 def other_stream(trial: Trial) -> Finding:
     """The kernel waits for the stream that is current, on which its input is only just being written."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    return _late(trial, stream, nullcontext(), "on another stream")
+    return _late(trial, torch.cuda.Stream(), nullcontext(), "on another stream")  # type: ignore[no-untyped-call]
 
 
 def _late(trial: Trial, stream: torch.cuda.Stream, during: AbstractContextManager[object], where: str) -> Finding:
@@ -277,8 +276,7 @@ def _data(trial: Trial, mutated: Sequence[str]) -> str:
 
 def other_device(trial: Trial) -> Finding:
     """The kernel waits for its tensors' stream while another device is the current one."""
-    count = torch.cuda.device_count()
-    if count < 2:
+    if (count := torch.cuda.device_count()) < 2:
         return Finding("not tried", "one device")
     here = trial.facts.device.index
     stream = torch.cuda.Stream(here)  # type: ignore[no-untyped-call]
