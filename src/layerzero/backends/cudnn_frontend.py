@@ -236,7 +236,6 @@ KERNELS = (
         accepts=("causal", "scale", "window", "return_lse"),
         graph_safe=True,
         plans_sizes=True,
-        device_guard=True,
         priority=65,
     ),
 )

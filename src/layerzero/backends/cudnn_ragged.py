@@ -165,7 +165,6 @@ KERNELS = (
         limit.contiguous(*_TENSORS, "cu_seqlens_q", "cu_seqlens_k"),
         limit.aligned(16, *_TENSORS),
         accepts=("causal", "scale", "max_seqlen_q", "max_seqlen_k", "step"),
-        device_guard=True,
         priority=45,
     ),
 )

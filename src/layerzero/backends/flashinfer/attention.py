@@ -159,13 +159,20 @@ def _load_decode(facts: Facts) -> Callable[..., Any]:
 
 
 class _OneStep(OfTensors):
-    """Batch and sequence of these tensors step as one axis, so that (B, S, H, D) is (B * S, H, D)."""
+    """Batch and sequence of these tensors step as one axis, so that (B, S, H, D) is (B * S, H, D).
+
+    Where a sequence starts is computed in 32 bits: beyond, it is another's (fa2, 0.7.2, H200, 2026-11-30).
+    """
 
     __slots__ = ()
 
     def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
         batch, seq = tensor.shape[:2]
-        if batch == 1 or seq == 1 or tensor.strides[0] == seq * tensor.strides[1]:
+        if batch == 1:
+            return None
+        if (reach := batch * tensor.strides[0]) >= 2**32:
+            return Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}: batch * its stride", "below 2**32", reach)
+        if seq == 1 or tensor.strides[0] == seq * tensor.strides[1]:
             return None
         return Reason(ReasonCode.NOT_CONTIGUOUS, name, "one step for batch and sequence", f"strides {tensor.strides}")
 
