@@ -109,6 +109,18 @@ def test_models_that_do_not_support_sdpa_get_the_mask_of_eager(make: Any) -> Non
     assert not torch.equal(changed[:, -1], got[:, -1])
 
 
+@pytest.mark.parametrize("side", ["none", "right"])
+def test_a_model_that_does_not_support_sdpa_hides_nothing_without_a_mask(side: str) -> None:
+    """ALIGN's attention does not say that it is not causal, and gets no mask where nothing is padded."""
+    eager, ours = pair(lambda: (transformers.AlignTextModel, transformers.AlignTextConfig(**SIZES)))
+    batch = padded("right")
+    if side == "none":
+        batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
+    wanted, got = (each(**batch).last_hidden_state for each in (eager, ours))
+    seen = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[seen], wanted[seen], atol=2e-5, rtol=1e-4)
+
+
 def test_a_padded_row_gives_what_it_gives_alone() -> None:
     """Fails if padding is not masked, whatever eager attention does."""
     _, ours = pair(bert)
