@@ -274,7 +274,8 @@ def attention_forward(
         attention_mask, is_causal = None, True
     else:
         seen = q_length if packed is None else key.shape[2]
-        if attention_mask is None and packed is None and not batched and has_float_mask(getattr(module, "config", None)):
+        alone = attention_mask is None and packed is None and not batched
+        if alone and has_float_mask(getattr(module, "config", None)):
             is_causal = False  # eager reads masks alone: ALIGN's text has none without padding, and says nothing
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = q_length > 1 and attention_mask is None and causal
