@@ -146,6 +146,7 @@ def _into_pages(tokens):
     ("vllm.experts_grouped", "moe_experts", _routes, -(-2**32 // (8 * 3072))),
     ("torch.sdpa.efficient", "attention", _long, 2**19),
     ("torch.sdpa.cudnn", "attention", _short, 2**14),
+    ("torch.sdpa.flash", "attention", _short, 2**12),
     ("torch.qk_norm_rope", "qk_norm_rope", _heads, 2**20),
     ("torch.split_qkv_norm_rope", "split_qkv_norm_rope", _joined, -(-2**32 // 6144)),
     ("torch.split_qkv_norm_rope_append", "split_qkv_norm_rope_append_", _into_pages, -(-2**32 // 6144)),
@@ -165,3 +166,17 @@ def test_rows_beyond_32_bits_go_elsewhere_on_a_gpu(kernel, function, call, first
         each for each in limits if each.check(report.facts.seen_in("BHSD" if function == "attention" else None))
     ]
     assert any(isinstance(each, BoundsSizes) for each in refusing)  # by others each number of rows would be a miss
+
+
+def test_views_whose_last_sequence_starts_beyond_32_bits_are_copied_for_flashinfer():
+    """Its FA2 gave rows of another sequence there (FlashInfer 0.7.2, H200, 2026-11-30)."""
+    (kernel,) = (
+        each for each in REGISTRY.candidates("attention.standard.prefill") if each.id == "flashinfer.fa2.prefill"
+    )
+    copied = []
+    for sequences in (10_922, 10_923):
+        joined = meta(sequences, 32, 96, 128)  # 10,923 sequences of 32 rows of 12,288 numbers reach 2**32
+        facts = lz.facts("attention", *joined.split(32, 2), causal=True, layout="BSHD").seen_in("BSHD")
+        findings = [each for limit in kernel.limits for each in limit.check(facts) if "stride" in each.reason.fact]
+        copied.append([each.repair.argument for each in findings])
+    assert copied == [[], ["query", "key", "value"]]

@@ -50,7 +50,7 @@ class ElementsBelow(BoundsSizes):
     """Fewer elements than this: beyond, a library's offsets leave 32 bits, or what it writes has no room.
 
     ``hint`` says what a library does beyond, and in which version; ``platforms`` where, if not everywhere;
-    ``gradients`` that it is so in a backward pass alone.
+    ``gradients`` that it is so in a backward pass alone; ``steps`` what it fills each size up to a multiple of.
     """
 
     bound: int
@@ -58,6 +58,7 @@ class ElementsBelow(BoundsSizes):
     hint: str = ""
     platforms: tuple[str, ...] = ()
     gradients: bool = False
+    steps: tuple[int, ...] = ()
 
     def asks(self, facts: Facts) -> bool:
         """Whether it looks at sizes; calls that are alike in all else have one answer."""
@@ -67,7 +68,8 @@ class ElementsBelow(BoundsSizes):
     def check(self, facts: Facts) -> limit.Findings:
         if not self.asks(facts):
             return ()
-        got = math.prod(facts.size(name) for name in self.sizes)
+        filled = zip(self.sizes, self.steps or (1,) * len(self.sizes), strict=True)
+        got = math.prod([-(-facts.size(name) // step) * step for name, step in filled])
         if got < self.bound:
             return ()
         names, wanted = " * ".join(self.sizes), f"below {self.bound}"
@@ -79,6 +81,7 @@ class ElementsBelow(BoundsSizes):
     def describe(self) -> str:
         where = f" on {', '.join(self.platforms)}" if self.platforms else ""
         where += " with gradients" if self.gradients else ""
+        where += f", in multiples of {self.steps}" if self.steps else ""
         return f"{' * '.join(self.sizes)} < {self.bound}{where}"
 
 

@@ -279,7 +279,7 @@ def other_device(trial: Trial) -> Finding:
     if (count := torch.cuda.device_count()) < 2:
         return Finding("not tried", "one device")
     here = trial.facts.device.index
-    stream = torch.cuda.Stream(here)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.default_stream(here)  # a launch by number alone, 0, means the current device's
     return _late(trial, stream, torch.cuda.device((here + 1) % count), "with another device current")
 
 

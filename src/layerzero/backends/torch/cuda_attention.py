@@ -172,6 +172,7 @@ _IN_32_BITS = (
     "torch computes where rows of a sequence start in 32 bits: beyond, an illegal access (2.11, H200, 2026-11-30)"
 )
 _GRADIENTS = "cuDNN's gradients of sequences beyond are up to 80 times too large (torch 2.11, H200, 2026-11-30)"
+_SUMS = "its backward pass computes places of sums in 32 bits: an illegal access (torch 2.11, H200, 2026-11-30)"
 _ROWS = [(seq, "heads", dim) for seq in ("seq_q", "seq_k") for dim in ("head_dim", "value_dim")]
 
 _FUSED: dict[str, Any] = {"layout": "BHSD", "grad": True, "handles_negated": True, "deterministic": False}
@@ -218,6 +219,7 @@ KERNELS = (
         LseWithoutGradient(),
         SdpaEnabled("flash"),
         limit.grid(x=(("seq_q", 64),), y=("batch",), z=("heads",)),
+        ElementsBelow(2**31, ("batch", "heads", "seq_q", "head_dim"), _SUMS, gradients=True, steps=(1, 1, 128, 32)),
         _DENSE,
         _SCALE,
         _ALIGNED,

@@ -280,6 +280,7 @@ def _kernel(
         *limits,
         *(belongs(packed, of) for packed, of in PACKED_OF.items()),
         before_capture(owner, _OF_CALL),
+        device_guard=False,  # operators of _moe_C run on the current device (0.20.0, two H200s, 2026-11-30)
         accepts=(
             *("gate_up_bias", "down_bias", "activation", "alpha", "limit", "gate_up_format", "down_format"),
             *(*optional, *PACKED_OF),
@@ -371,6 +372,7 @@ KERNELS = (
         limit.aligned(16, "input", "gate_up_weight", "down_weight"),
         before_capture(_GROUPED, ("experts",)),
         accepts=("activation", "alpha", "limit"),
+        device_guard=False,
         priority=58,
     ),
 )

@@ -205,6 +205,7 @@ KERNELS = (
         ElementsBelow(2**30, ("batch", "seq", "heads", "head_dim")),  # and at most as many keys
         layout="BSHD",
         accepts=split.ACCEPTS,
+        device_guard=False,  # it runs on the current device: an illegal access (0.20.0, two H200s, 2026-11-30)
         # it was the best at 1 to 16384 tokens of three shapes; FlashInfer's took 1.9 to 3.5 times as long at 16384
         # on an H200 in bfloat16, 2026-11-22
         priority=75,
@@ -229,6 +230,7 @@ KERNELS = (
         _load_fused_split,
         accepts=split.SPLIT_ACCEPTS,
         limits=(*FUSED_LIMITS, ElementsBelow(2**31, ("batch", "seq", "features")), limit.one_of("q_weight", "float")),
+        device_guard=False,
         priority=75,
     ),
 )
