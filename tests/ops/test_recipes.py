@@ -121,3 +121,17 @@ def test_a_written_call_of_quantised_numbers_is_made_again_so_that_it_runs(name)
         result = getattr(lz, function.name)(**arguments)
         results = [each for each in (result if isinstance(result, tuple) else (result,)) if each is not None]
         assert all(each.float().isfinite().all() for each in results), case.name
+
+
+@at_once(
+    "name", [name for name in sorted(OPERATIONS) if OPERATIONS[name].check_values and not name.startswith("comm.")]
+)
+def test_a_written_call_has_values_that_its_operation_allows(name):
+    """Targets of a loss are classes: random ones neither built nor were timed, and end a GPU's context."""
+    operation = OPERATIONS[name]
+    case = min(operation.cases, key=lambda each: sum(each.sizes.values()))
+    call = case_call(operation, case, min(operation.dtypes, key=lambda each: (each != torch.float32, str(each))))
+    facts = facts_of_call(call.function, call.arguments)
+    function, arguments = arguments_of_recipe(CallRecipe.of(facts), operation)
+    with lz.scope(debug=True):
+        getattr(lz, function.name)(**arguments)

@@ -84,8 +84,12 @@ def _derived_sizes(recipe: CallRecipe, operation: Operation, sizes: dict[str, in
     return {name: value for name in wanted if isinstance(value := found.get(name), int)}
 
 
+_WHOLE = torch.int32, torch.int64
+"""Dtypes of places, counts and classes: a loss of random targets, none of them a class, neither built nor was timed."""
+
+
 def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int], device: str) -> dict[str, Any]:
-    """Values that the operation draws itself: places, counts, what is drawn from, scales, weights, what it promises.
+    """Values that the operation draws itself: whole numbers, what is drawn from, scales, weights, what it promises.
 
     Weights of unit normal numbers make results of a hundred where a model's are of order 1: rounding what lies between
     two products is then more than their judge allows, and right kernels fail (mlp.fused.gated, bfloat16, 1024 inputs).
@@ -94,6 +98,7 @@ def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int],
     weights = {each.name for each in schema.inputs if each.resident and not each.mutated and not each.has_layout}
     scales = {each.name for each in schema.inputs if not each.shape_vars and not each.same_dtype}  # of positive numbers
     own = weights | scales
+    own |= {name for name, each in recipe.tensors.items() if dtype_named(each.dtype) in _WHOLE}
     wanted = [
         each.name
         for each in schema.inputs
@@ -106,7 +111,8 @@ def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int],
     dtype = dtype_named(recipe.tensors[schema.dtype_tensor.name].dtype) if exact else torch.bfloat16
     promised = {name: recipe.params[name] for name in schema.bounds if recipe.params.get(name) is not None}
     chosen = {name: recipe.params[name] for name in schema.chosen if recipe.params.get(name) is not None}
-    made = operation.examples(Case("again", sizes, chosen | promised), dtype, torch.device(device), None)
+    given = tuple([each.name for each in schema.optional if each.name in recipe.tensors])
+    made = operation.examples(Case("again", sizes, chosen | promised, given), dtype, torch.device(device), None)
     shapes = {name: recipe.tensors[name].shape for name in wanted if name in made}
     found: dict[str, Any] = {
         name: made[name].view(shape) if made[name].numel() == math.prod(shape) else made[name]
