@@ -199,7 +199,8 @@ def test_a_capture_is_refused_by_name(apart):
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("CRASHES", r"(ended with SIGSEGV|closed its end), in apart\.rms"), ("LOSES", "CUDA error: device-side assert")]
+    ("what", "words"),
+    [("CRASHES", r"(ended with SIGSEGV|closed its end), in apart\.rms"), ("LOSES", "CUDA error: device-side assert")],
 )
 def test_an_end_costs_one_call_and_no_memory(module, apart, what, words):
     kept = apart(rows(), weight(), eps=1e-5)
