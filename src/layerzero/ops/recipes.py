@@ -96,7 +96,7 @@ def _own_values(recipe: CallRecipe, operation: Operation, sizes: dict[str, int],
     """
     schema, chance = operation.schema, operation.kind is OpKind.SAMPLING
     weights = {each.name for each in schema.inputs if each.resident and not each.mutated and not each.has_layout}
-    scales = {each.name for each in schema.inputs if not each.shape_vars and not each.same_dtype}  # of positive numbers
+    scales = {each.name for each in schema.inputs if not each.same_dtype}  # or numbers of rows, which are positive, too
     own = weights | scales
     own |= {name for name, each in recipe.tensors.items() if dtype_named(each.dtype) in _WHOLE}
     wanted = [
@@ -175,6 +175,8 @@ def _tensors(
     made: dict[str, Tensor] = {}
     for schema, each, shape in zip(group, written, solid, strict=True):
         values = own.get(schema.name)
+        if values is not None and values.is_floating_point() and values.numel():  # scales of another shape stay above 0
+            values = values.flatten().repeat(-(-math.prod(shape) // values.numel()))[: math.prod(shape)].view(shape)
         if values is None or shape != tuple(values.shape):
             values = drawn(schema, shape, dtype, torch.device(device), sizes, generator)
         memory.as_strided(shape, each.strides, offset).copy_(values)
