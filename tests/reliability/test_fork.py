@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from layerzero.core import import_hook
 from layerzero.core.system import forking
 
 BEGIN = """
@@ -136,15 +137,15 @@ def test_a_kernel_that_rests_is_tried_again_in_a_child_too(tmp_path):
 
 
 IMPORTING = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 sys.path.insert(0, sys.argv[1])
-from layerzero.core.system import forking
+import layerzero  # and nothing of it is called before the fork
 import events
 thread = threading.Thread(target=__import__, args=("slow",))
 thread.start()
 events.begun.wait()
-pause = forking.time.sleep
-forking.time.sleep = lambda seconds: (events.go.set(), pause(seconds))  # it ends because the fork waits for it
+pause = time.sleep
+time.sleep = lambda seconds: (events.go.set(), pause(seconds))  # it ends because the fork waits for it
 child = os.fork()
 if child == 0:
     signal.alarm(60)
@@ -218,10 +219,10 @@ def test_a_thread_that_gave_up_waiting_for_a_lock_forks_and_leaves_it_to_the_oth
 
 
 def test_a_thread_that_gave_up_waiting_for_imports_leaves_their_lock_to_the_other_that_forks():
-    forking._let_imports_end()
+    import_hook._let_imports_end()
     try:
-        assert in_thread(forking._let_imports_begin) == [None]
+        assert in_thread(import_hook._let_imports_begin) == [None]
     finally:
-        forking._let_imports_begin()
-    assert in_thread(lambda: (forking._imp.acquire_lock(), forking._imp.release_lock())) == [(None, None)]
-    assert not forking._holding
+        import_hook._let_imports_begin()
+    assert in_thread(lambda: (import_hook._imp.acquire_lock(), import_hook._imp.release_lock())) == [(None, None)]
+    assert not import_hook._holding

@@ -1,9 +1,17 @@
-"""Do something once another module is imported: at once if it is, else as soon as its own code has run."""
+"""Do something once another module is imported: at once if it is, else as soon as its own code has run.
+
+A fork waits for imports here, too: the first call of all imports most, and its forks need the hook by then.
+"""
 
 from __future__ import annotations
 
+import _frozen_importlib
+import _imp
+import _thread
+import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -98,3 +106,48 @@ class _Finder:
 
             text = "%s is imported, and what layerzero adds to it is missing: %s: %s. It works without; please report"
             logging.getLogger("layerzero").warning(text, self._name, type(error).__name__, error, exc_info=True)
+
+
+# Forks
+
+
+IMPORTS_S = 10.0
+"""How long a fork waits for what other threads import. The first operation on meta tensors imports torch._dynamo: 0.9 s
+on an idle AMD EPYC of two cores; among busy processes it took longer than the second that was waited for, and the child
+hung in its own import of it (2026-11-23)."""
+
+_PAUSE_S = 0.001
+_MODULE_LOCKS: Mapping[str, Callable[[], Any]] = getattr(_frozen_importlib, "_module_locks", {})
+_holding: list[int] = []
+"""The thread that forks and holds the lock of imports: one that gave up waiting for it must not let go of it."""
+
+
+def _others_import() -> bool:
+    """Whether another thread is amid an import: the lock of that module would stay locked in the child."""
+    here = _thread.get_ident()
+    locks = [reference() for reference in list(_MODULE_LOCKS.values())]
+    return any(getattr(lock, "owner", None) not in (None, here) for lock in locks)
+
+
+def _let_imports_end() -> None:
+    """Fork between imports: CPython makes the lock of all imports anew in a child, but not those of single modules."""
+    until = time.monotonic() + IMPORTS_S
+    while True:
+        _imp.acquire_lock()  # no import begins while it is held
+        if not _others_import():
+            _holding.append(_thread.get_ident())
+            return
+        _imp.release_lock()
+        if time.monotonic() >= until:
+            return
+        time.sleep(_PAUSE_S)
+
+
+def _let_imports_begin() -> None:
+    if _thread.get_ident() in _holding:
+        _holding.clear()
+        _imp.release_lock()
+
+
+if hasattr(os, "register_at_fork"):  # before any other: so it is the last that is called before a fork
+    os.register_at_fork(before=_let_imports_end, after_in_parent=_let_imports_begin, after_in_child=_let_imports_begin)

@@ -1,5 +1,7 @@
 """Every lock of the package, and what a forked child must do before it uses any: the one place with fork hooks.
 
+Except that a fork waits for imports, which :mod:`layerzero.core.import_hook` sees to from the beginning.
+
 A child has the thread that forked and no other. A lock that another thread held stays held for ever there, so each is
 made anew in the child. Where one was held, what it guards may be half changed: its owner's hook runs
 (:func:`when_torn`).
@@ -7,14 +9,11 @@ made anew in the child. Where one was held, what it guards may be half changed: 
 
 from __future__ import annotations
 
-import _frozen_importlib
-import _imp
 import inspect
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 _Lock = TypeVar("_Lock")
@@ -111,49 +110,6 @@ def _after_fork() -> None:
         if method is not None:
             method()
 
-
-# Python's own locks
-
-
-IMPORTS_S = 10.0
-"""How long a fork waits for what other threads import. The first operation on meta tensors imports torch._dynamo: 0.9 s
-on an idle AMD EPYC of two cores; among busy processes it took longer than the second that was waited for, and the child
-hung in its own import of it (2026-11-23)."""
-
-_PAUSE_S = 0.001
-_MODULE_LOCKS: Mapping[str, Callable[[], Any]] = getattr(_frozen_importlib, "_module_locks", {})
-_holding: list[int] = []
-"""The thread that forks and holds the lock of imports: one that gave up waiting for it must not let go of it."""
-
-
-def _others_import() -> bool:
-    """Whether another thread is amid an import: the lock of that module would stay locked in the child."""
-    here = threading.get_ident()
-    locks = [reference() for reference in list(_MODULE_LOCKS.values())]
-    return any(getattr(lock, "owner", None) not in (None, here) for lock in locks)
-
-
-def _let_imports_end() -> None:
-    """Fork between imports: CPython makes the lock of all imports anew in a child, but not those of single modules."""
-    until = time.monotonic() + IMPORTS_S
-    while True:
-        _imp.acquire_lock()  # no import begins while it is held
-        if not _others_import():
-            _holding.append(threading.get_ident())
-            return
-        _imp.release_lock()
-        if time.monotonic() >= until:
-            return
-        time.sleep(_PAUSE_S)
-
-
-def _let_imports_begin() -> None:
-    if threading.get_ident() in _holding:
-        _holding.clear()
-        _imp.release_lock()
-
-
-around(_let_imports_end, _let_imports_begin)  # before any other: so it is the last that is called before a fork
 
 if hasattr(os, "register_at_fork"):  # other systems do not fork
     os.register_at_fork(after_in_child=_after_fork)
