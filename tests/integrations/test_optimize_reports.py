@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +83,22 @@ def test_a_bound_goes_with_copies_and_other_weights_and_is_gone_after_undo() -> 
     report.undo()
     assert report.extra_bytes == 0
     assert torch.equal(output(model, tokens()), output(stock, tokens()))
+
+
+@pytest.mark.usefixtures("packs")
+@pytest.mark.parametrize("limit", [None, 10**9])
+def test_undo_lets_go_of_weights_at_once_so_that_torch_may_swap_them(limit: int | None) -> None:
+    """``swap_tensors`` takes no weight that anything refers to weakly, as packed forms do."""
+    model = made()
+    report = lz.optimize(model, memory_limit=limit)
+    output(model, tokens())
+    assert report.replaced
+    gc.disable()
+    try:
+        report.undo()
+        assert not any(weakref.getweakrefcount(each) for each in model.parameters())
+    finally:
+        gc.enable()
 
 
 def _packs(model: Any) -> list[Any]:

@@ -98,7 +98,13 @@ class Packs(State):
         dense = self.dense and number not in self._small
         if self.budget is None:
             return PackedWeight(weight, dense=dense)
-        return self.budget.packed(weight, functools.partial(self._bar, number), dense=dense)
+        bar = weakref.WeakMethod(self._bar)  # a cycle would keep the forms after undo()
+
+        def full() -> None:
+            if (living := bar()) is not None:
+                living(number)
+
+        return self.budget.packed(weight, full, dense=dense)
 
     def _bar(self, number: int) -> None:
         """Keep no form as large as a floating weight; else read this as it lies in calls with one row, or with many."""

@@ -83,6 +83,14 @@ def switch_all(found: Iterable[Replaced], on: bool) -> None:
             each.exchange.on() if on else each.exchange.off()
 
 
+def _take_off(each: Replaced) -> None:
+    """Take it off for good: its state is gone with it, and no cycle keeps packed forms."""
+    if each.exchange is not None:
+        each.exchange.off()
+        if isinstance(each.exchange, Swap):
+            each.exchange.state.stamp = None  # which has the state in a module's attributes
+
+
 @dataclass
 class Left:
     """One module as it was.
@@ -310,8 +318,7 @@ class Optimized:
     def take_out(self, found: Iterable[Replaced], why: str | Callable[[Replaced], str]) -> None:
         """Give modules their own code back, and say why."""
         for each in list(found):
-            assert each.exchange is not None
-            each.exchange.off()
+            _take_off(each)
             self.replaced[:] = [other for other in self.replaced if other is not each]
             self.left.append(Left(each.path, each.module, why if isinstance(why, str) else why(each)))
 
@@ -324,11 +331,8 @@ class Optimized:
             wanted = "wanted the report that lz.optimize returned, or its copy.deepcopy with the model"
             refuse("undo", [f"{wanted}; got a pickle's, without modules: a model that was pickled runs its own code"])
         for each in reversed(self.replaced):
-            if each.exchange is not None:
-                each.exchange.off()
-                if isinstance(each.exchange, Swap):
-                    each.exchange.state.stamp = None  # it has its state in a module's attributes: they are gone at once
-                each.exchange = None
+            _take_off(each)
+            each.exchange = each.candidate = None
         for joined in self._joined:
             joined.part()
         self._joined = []
