@@ -16,7 +16,7 @@ from architectures import decoders, padded
 import layerzero as lz
 from decoders import KINDS, SIZES, greedy, made, state_of, stepped, tokens, transformers
 from drawing import pairs
-from layerzero.integrations.optimize.models import steps
+from layerzero.integrations.optimize.models import generation, steps
 from layerzero.integrations.optimize.models.step_cache import PAGE, bucket
 
 pytestmark = [
@@ -367,6 +367,24 @@ def test_how_a_model_counts_is_looked_at_once(where: str) -> None:
     with mock.patch.object(steps, "why_not_by_place", side_effect=steps.why_not_by_place) as looks:
         by_hand(model, ids)
     assert looks.call_count == 1, report
+
+
+def test_how_a_model_counts_is_looked_at_again_where_memory_ran_out(where: str) -> None:
+    """Otherwise one full moment of a device would leave the model without steps for good."""
+    model, ids, full = Counting(transformers.LlamaConfig(**SIZES)).eval(), tokens(), []
+    report = lz.optimize(model, graph=True)
+
+    def run_out(given: Any, device: torch.device) -> str:
+        full.append(device)
+        if len(full) > 1:
+            return generation.why_not_by_place(given, device)
+        with mock.patch.object(type(given), "forward", side_effect=torch.OutOfMemoryError("CUDA out of memory.")):
+            return generation.why_not_by_place(given, device)
+
+    with mock.patch.object(steps, "why_not_by_place", side_effect=run_out):
+        by_hand(model, ids)
+    assert len(full) == 2, report
+    assert sum(state_of(report).left.values()) == 1
 
 
 PICTURE = 100

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -280,7 +281,7 @@ def _chooses_itself(model: Any) -> bool:
         with suppress(OSError, TypeError):  # a class that was made without a source names nothing
             words.update(re.findall(r"\w+", inspect.getsource(waiting.pop())))
         found = {name for name in words - named if getattr(there.get(name), "__module__", "") == model.__module__}
-        waiting += [there[name] for name in found if isinstance(there[name], type)]
+        waiting += [there[name] for name in found if isinstance(there[name], (type, FunctionType))]
         named |= words
     return not named.isdisjoint(tables)
 

@@ -21,6 +21,7 @@ import layerzero as lz
 from layerzero.core.errors import CudaGraphUnsafeError, InvalidCallError, LayerZeroWarning, NoKernelFoundError, in_short
 from layerzero.core.graph_capture import capturing
 from layerzero.core.system import warn
+from layerzero.engine.failures import says_out_of_memory
 from layerzero.engine.scopes import holding
 from layerzero.integrations.optimize.attention import dynamic_cache
 from layerzero.integrations.optimize.attention.transformers import NAME, Search
@@ -159,7 +160,7 @@ class Steps(State):
                 return f"its {name} are {tuple(value.shape)}, wanted (1,), (B, 1) or (A, B, 1)"
         if named.get("position_ids") is not None:
             return ""
-        if self._counts is None:
+        if self._counts is None or says_out_of_memory(self._counts):
             self._counts = why_not_by_place(self._model, self._tensors[0].device)
         return self._counts
 
