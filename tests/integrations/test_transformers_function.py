@@ -166,8 +166,17 @@ def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], words: st
     with pytest.raises(lz.InvalidCallError, match=f"wanted .*{words}|{words}"):
         integration.attention_forward(Module(), query, key, value, None, **arguments)
     neutral = {"output_attentions": False, "indices": None, "position_ids": torch.arange(5), "use_cache": True}
-    neutral |= {"max_new_tokens": 5, "do_sample": False, "num_beams": 1}  # as Kosmos-2's generate tells its tower
+    neutral |= {"max_new_tokens": 5, "temperature": 0.7, "streamer": object()}  # as Kosmos-2's generate tells its tower
     integration.attention_forward(Module(), query, key, value, None, **neutral)
+
+
+def test_a_batch_with_dropout_is_refused_with_what_it_got() -> None:
+    query, key, value = (each[:1] for each in tensors(5, 5))
+    batch = {"write_index": torch.arange(5), "cu_seq_lens_q": torch.tensor([0, 2, 5])}
+    batch["cu_seq_lens_k"] = batch["cu_seq_lens_q"]
+    wanted = r"got dropout=0.5, no bias, deterministic=None, 5 queries and 5 keys; call model.eval\(\)"
+    with pytest.raises(lz.InvalidCallError, match=wanted):
+        integration.attention_forward(Module(), query, key, value, None, dropout=0.5, **batch)
 
 
 def test_what_is_given_with_pictures_is_handed_on() -> None:
@@ -207,9 +216,9 @@ def test_attention_weights_are_refused_through_a_model() -> None:
 @pytest.mark.parametrize("family", [llama, bert])
 def test_an_argument_that_nobody_knows_is_an_error_through_a_model(family: Any) -> None:
     _, ours = pair(family)
-    with pytest.raises(lz.InvalidCallError, match="temperature: wanted no argument whose effect on attention is not"):
-        ours(**padded("none"), temperature=0.5)
-    ours(**padded("none"), temperature=None, output_hidden_states=True)
+    with pytest.raises(lz.InvalidCallError, match="attn_scale: wanted no argument whose effect on attention is not"):
+        ours(**padded("none"), attn_scale=0.5)
+    ours(**padded("none"), attn_scale=None, output_hidden_states=True)
 
 
 def test_a_model_with_attention_of_its_own_is_refused_by_the_mask_too() -> None:

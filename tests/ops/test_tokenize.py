@@ -1,7 +1,9 @@
 """Text to tokens and back: formats, identities, what is asked of rows, bad input, streams."""
 
+import copy
 import json
 import os
+import pickle
 import random
 import shutil
 import stat
@@ -337,6 +339,24 @@ def test_streams_hand_out_what_the_whole_is(known, kind):
             whole = "".join([*parts, stream.end()])
             assert whole == lz.detokenize(ids, known[kind])
             assert not any("\ufffd" in part for part in parts if "\ufffd" not in text)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda stream: pickle.loads(pickle.dumps(stream))])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_a_stream_goes_on_by_itself(known, kind, again):
+    """As a forked sequence does, amid a character."""
+    text = "Größe 👍🏽 漢字!"
+    ids = rows.encode(text, tokenizer=resolve(known[kind]))
+    for place in range(len(ids)):
+        stream = lz.StreamingDetokenizer(known[kind])
+        told = "".join(map(stream.add, ids[:place]))
+        twin = again(stream)
+        ends = ["".join([*map(each.add, ids[place:]), each.end()]) for each in (stream, twin)]
+        assert [told + end for end in ends] == [lz.detokenize(ids, known[kind])] * 2
+
+
+def test_the_cache_of_texts_is_one_in_each_process():
+    assert copy.deepcopy(lz.tokenizer_cache) is pickle.loads(pickle.dumps(lz.tokenizer_cache)) is lz.tokenizer_cache
 
 
 def vocabularies_texts(drawn):

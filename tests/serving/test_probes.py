@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import queue
 import shutil
 import signal
@@ -107,6 +109,13 @@ def test_without_prometheus_client_the_answer_says_what_brings_it(ask, monkeypat
 
     monkeypatch.setattr(probes, "prometheus_text", absent)
     assert ask(Probes(), "/metrics")[::2] == (501, "`pip install prometheus-client` brings it\n")
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_probes_go_to_another_process_with_what_they_were_made_of(again, tmp_path):
+    made = Probes(model="one", device="cpu", sets=["a"], fallback_file=tmp_path / "fallback")
+    twin = again(made)
+    assert (twin._asked, twin._file.path) == (made._asked, made._file.path)
 
 
 @WAYS

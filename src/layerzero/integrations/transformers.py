@@ -11,6 +11,8 @@ travels in the mask, so the mask function is registered, too: without it Transfo
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -37,9 +39,9 @@ _UNSERVED = {
 """Arguments that are known to change the result, each with what is wanted in their place."""
 
 HARMLESS = frozenset({
-    # what the model returns and keeps, how it counts, and how it writes, which Kosmos-2's generate tells its tower
+    # what the model returns and keeps, and how it counts
     *("use_cache", "return_dict", "output_hidden_states", "output_router_logits", "num_items_in_batch", "labels"),
-    *("logits_to_keep", "output_attentions", "max_new_tokens", "max_length", "do_sample", "num_beams"),
+    *("logits_to_keep", "output_attentions"),
     # applied to queries and keys before, part of the mask as well, or honoured
     *("position_ids", "cache_position", "position_embeddings", "token_type_ids", "mm_token_type_ids", "seq_idx"),
     *("past_key_values", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens"),
@@ -249,9 +251,10 @@ def attention_forward(
     packed = transformers_patches.packed_by(query, key, kwargs, *beside) if "cu_seq_lens_k" in kwargs else None
     if batched and packed is None:
         wanted = "wanted generate_batch without dropout, bias and deterministic, at most as many queries as keys"
-        raise InvalidCallError(
-            "attn_implementation='layerzero'", [f"{wanted}, got other; call model.eval(), or set 'sdpa'"]
-        )
+        got = f"dropout={dropout}, {'no' if position_bias is None else 'a'} bias, deterministic="
+        got += f"{kwargs.get('deterministic')}, {query.shape[2]} queries and {key.shape[2]} keys"
+        problem = f"{wanted}, got {got}; call model.eval(), or set 'sdpa'"
+        raise InvalidCallError("attn_implementation='layerzero'", [problem])
     if strange:
         got = kwargs[strange[0]]
         raise _refused(strange[0], f"shape {tuple(got.shape)}" if isinstance(got, Tensor) else repr(got)[:80])
@@ -368,7 +371,16 @@ def selected(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
 def _strange(kwargs: dict[str, Any], but: Collection[str]) -> list[str]:
     """Arguments that are not served: weights are wanted, or a tokenizer's that Transformers passes over."""
     odd = kwargs.keys() - _SERVED - set(but)
+    odd -= _of_generate() - _UNSERVED.keys() if odd else odd
     return [name for name in kwargs if name in odd and kwargs[name] is not None and kwargs[name] is not False]
+
+
+@functools.cache
+def _of_generate() -> frozenset[str]:
+    """Arguments that say how a model writes: Kosmos-2's ``generate`` tells them its tower, too."""
+    from transformers import GenerationConfig, GenerationMixin
+
+    return frozenset(vars(GenerationConfig())) | inspect.signature(GenerationMixin.generate).parameters.keys()
 
 
 def _refused(name: str, got: str) -> InvalidCallError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import hashlib
 import os
 import secrets
@@ -191,12 +192,17 @@ class Probes:
         fallback_file: str | os.PathLike[str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._asked = {"manifest": manifest, "model": model, "device": device, "sets": sets}
+        self._asked: dict[str, Any] = {"manifest": manifest, "model": model, "device": device, "sets": sets}
         self._clock = clock
         self._file = None if fallback_file is None else FallbackFile(fallback_file)
         self._lock = forking.lock()
         self._latest: _Look | None = None
         self._failed = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy what it was made of: another process looks for itself."""
+        file = None if self._file is None else self._file.path
+        return functools.partial(type(self), **self._asked, fallback_file=file, clock=self._clock), ()
 
     def answer(self, method: str, path: str) -> Answered:
         """The answer to a request; nothing here raises."""

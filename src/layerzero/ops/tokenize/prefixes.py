@@ -209,6 +209,9 @@ class EncodedTexts:
         forking.when_torn(self.clear)
         when_forgotten(self.clear)
 
+    def __reduce__(self) -> str:
+        return "TEXTS"  # each process has one
+
     def namespace(self, tokenizer: Tokenizer) -> str:
         """``name:hash`` of a tokenizer; the hash alone where namespaces are not kept apart."""
         name = f"{tokenizer.name}:" if self.config.enable_namespace_isolation else ""

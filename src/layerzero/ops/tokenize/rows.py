@@ -8,6 +8,7 @@ Text of tokens as they come: what is handed out is never taken back, and half of
 from __future__ import annotations
 
 import codecs
+import copy
 import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -252,16 +253,28 @@ class StreamingDetokenizer:
         for token in model: print(stream.add(token), end="")
         print(stream.end())
 
-    All that was handed out, joined, is what :func:`layerzero.detokenize` gives for all ids at once.
+    All that was handed out, joined, is what :func:`layerzero.detokenize` gives for all ids at once. A copy and a pickle
+    go on from where this one is, as forks of a sequence do.
     """
 
     def __init__(self, tokenizer_id: Any, *, skip_special_tokens: bool = False) -> None:
-        self._tokenizer: Tokenizer = resolve(tokenizer_id)
+        self._given, self._tokenizer = tokenizer_id, resolve(tokenizer_id)
         self._skip = skip_special_tokens
         self._bytes = self._tokenizer.identity.format == "tiktoken"
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._ids: list[int] = []
         self._context = self._told = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = self._skip, self._decoder.getstate(), [*self._ids], self._context, self._told
+        return type(self), (self._given,), state
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._skip, decoded, self._ids, self._context, self._told = state
+        self._decoder.setstate(decoded)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamingDetokenizer:
+        return copy.copy(self)  # of the same tokenizer
 
     def add(self, token: int | Iterable[int]) -> str:
         """The text that is certain now; empty while a character is not whole. Raises: InvalidCallError."""

@@ -9,7 +9,6 @@ the order of a sum.
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
