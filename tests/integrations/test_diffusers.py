@@ -219,6 +219,24 @@ def test_what_somebody_chose_meanwhile_is_not_taken_back() -> None:
     assert {id(each.processor) for each in model.modules() if hasattr(each, "processor")} == {id(chosen)}
 
 
+@pytest.mark.parametrize("make", [unet, autoencoder, flux])
+def test_processors_that_a_model_puts_back_later_are_stock_after_undo(make: Any) -> None:
+    """It keeps those that it had while its projections were fused."""
+    model = make()[0].eval()
+    before = attentions_in(model)
+    report = lz.register_with_diffusers(model)
+    model.fuse_qkv_projections()
+    report.undo()
+    model.unfuse_qkv_projections()
+    assert not any(isinstance(each, integration.Served) for each, _ in attentions_in(model))
+    assert [backend for _, backend in attentions_in(model)] == [backend for _, backend in before]
+
+
+def attentions_in(model: Any) -> list[Any]:
+    found = [each.processor for each in model.modules() if hasattr(each, "processor")]
+    return [(each, getattr(each, "_attention_backend", None)) for each in found]
+
+
 def test_what_cannot_be_served_is_left_with_a_reason() -> None:
     from diffusers.models.attention_processor import AttnProcessor
 

@@ -216,16 +216,25 @@ class ProcessorSwap:
         if self._backend is not None:
             self.before._attention_backend = self._backend
         else:
+            _CLASS.__set__(self._twin, _served_class(type(self.before)))
             self.module.processor = self._twin
 
     def off(self) -> None:
-        """Give back what it had, except where another one was chosen meanwhile."""
-        if not self.is_on:
-            return
+        """Give back what it had, except where another one was chosen meanwhile.
+
+        A model with fused projections keeps the processors from before, and puts those back: they are stock, too.
+        """
         if self._backend is not None:
-            self.before._attention_backend = self._chosen
-        else:
+            if getattr(self.before, "_attention_backend", None) == NAME:
+                self.before._attention_backend = self._chosen
+            return
+        if self.is_on:
             self.module.processor = self.before
+        _CLASS.__set__(self._twin, type(self.before))
+
+
+_CLASS: Any = object.__dict__["__class__"]
+"""Sets the class of a processor that says to be of another."""
 
 
 class Served:

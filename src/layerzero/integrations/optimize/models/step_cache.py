@@ -333,9 +333,9 @@ def _step_layer() -> Any:
     return type("StepLayer", (plain,), {**made, "__module__": __name__})
 
 
-def _told(held: Held, key: Tensor, named: Mapping[str, Any]) -> dict[str, Any]:
+def _told(held: Held, number: int, named: Mapping[str, Any]) -> dict[str, Any]:
     """What attention was given, for LayerZero's functions; whose keys these are says which window is meant."""
-    window, (_, own) = named["sliding_window"], held.windows[_number(held.memory, key)]
+    window, (_, own) = named["sliding_window"], held.windows[number]
     if own != window:
         wanted = f"wanted attention that is told its window of {own}, got {window}"
         raise InvalidCallError("lz.optimize(graph=True)", [wanted])
@@ -357,7 +357,7 @@ def attend_view(
     held: Held, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, named: Mapping[str, Any]
 ) -> Tensor:
     """(B, 1, H, D) of a query (B, H, 1, D) and the used part of a memory."""
-    told = _told(held, key, named)
+    told = _told(held, _number(held.memory, key), named)
     if told["window"] is not None and key.shape[2] <= told["window"][0] + 1:
         told["window"] = None
     output = lz.attention(query, key, value, True, scaling, layout="BHSD", sinks=named["s_aux"], **told)
@@ -377,7 +377,8 @@ def attend_pages(
     """The same by lengths that only the device knows."""
     if named["s_aux"] is not None:
         raise InvalidCallError("lz.optimize(graph=True)", ["wanted attention without sinks, which pages do not serve"])
-    memory, number, told = held.memory, _number(held.memory, key), _told(held, key, named)
+    memory, number = held.memory, _number(held.memory, key)
+    told = _told(held, number, named)
     for given, mine in ((key, memory.keys[number]), (value, memory.values[number])):
         kept = mine[:, : given.shape[2]].transpose(1, 2)
         if (given.data_ptr(), given.shape, given.stride()) != (kept.data_ptr(), kept.shape, kept.stride()):
