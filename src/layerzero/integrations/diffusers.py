@@ -216,7 +216,8 @@ class ProcessorSwap:
         if self._backend is not None:
             self.before._attention_backend = self._backend
         else:
-            _CLASS.__set__(self._twin, _served_class(type(self.before)))
+            kind: Any = type(self.before)
+            _CLASS.__set__(self._twin, _served_class(kind))
             self.module.processor = self._twin
 
     def off(self) -> None:

@@ -237,7 +237,7 @@ class Probes:
             return _said(503, "not ready: looking for the first time") if latest is None else latest.answered
         try:
             began_s, state = self._clock(), _state()
-            report = readiness_check(**self._asked)  # type: ignore[arg-type]  # the very arguments of it
+            report = readiness_check(**self._asked)
             found = _said(200 if report else 503, str(report))
             ended_s = self._clock()
             self._latest = _Look(ended_s, ended_s - began_s, state, found)
