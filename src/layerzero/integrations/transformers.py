@@ -11,8 +11,6 @@ travels in the mask, so the mask function is registered, too: without it Transfo
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 import sys
 from collections.abc import Callable, Collection
@@ -371,16 +369,8 @@ def selected(mask: Tensor | None, indices: Tensor, kv_length: int) -> Tensor:
 def _strange(kwargs: dict[str, Any], but: Collection[str]) -> list[str]:
     """Arguments that are not served: weights are wanted, or a tokenizer's that Transformers passes over."""
     odd = kwargs.keys() - _SERVED - set(but)
-    odd -= _of_generate() - _UNSERVED.keys() if odd else odd
+    odd -= transformers_patches.of_generate() - _UNSERVED.keys() if odd else odd
     return [name for name in kwargs if name in odd and kwargs[name] is not None and kwargs[name] is not False]
-
-
-@functools.cache
-def _of_generate() -> frozenset[str]:
-    """Arguments that say how a model writes: Kosmos-2's ``generate`` tells them its tower, too."""
-    from transformers import GenerationConfig, GenerationMixin
-
-    return frozenset(vars(GenerationConfig())) | inspect.signature(GenerationMixin.generate).parameters.keys()
 
 
 def _refused(name: str, got: str) -> InvalidCallError:

@@ -287,6 +287,14 @@ def _chooses_itself(model: Any) -> bool:
 
 
 @functools.cache
+def of_generate() -> frozenset[str]:
+    """Arguments that say how a model writes: Kosmos-2's ``generate`` tells them its tower, too."""
+    from transformers import GenerationConfig, GenerationMixin
+
+    return frozenset(vars(GenerationConfig())) | inspect.signature(GenerationMixin.generate).parameters.keys()
+
+
+@functools.cache
 def _gives_sinks_of_tokens(model: Any) -> bool:
     """Whether its file calls attention with ``sinks``, which Inkling 2 makes of each token: no kernel takes them."""
     if not model.__module__.startswith("transformers.models."):
