@@ -180,3 +180,12 @@ def test_views_whose_last_sequence_starts_beyond_32_bits_are_copied_for_flashinf
         findings = [each for limit in kernel.limits for each in limit.check(facts) if "stride" in each.reason.fact]
         copied.append([each.repair.argument for each in findings])
     assert copied == [[], ["query", "key", "value"]]
+
+
+@pytest.mark.parametrize(("tokens", "wanted"), [(174_763, []), (174_764, ["query", "key", "value"])])
+def test_views_of_a_joined_projection_whose_rows_start_beyond_32_bits_are_copied(tokens, wanted):
+    """174,763 rows of 12,288 numbers reach 2**31; of one such part 524,288 do."""
+    joined = meta(1, tokens, 3, 32, 128).unbind(2)
+    report = lz.explain("attention", *joined, causal=True, layout="BSHD", device=lz.Device.named("H100"))
+    candidate = next(each for each in report.candidates if each.kernel.id == "torch.sdpa.efficient")
+    assert [each.argument for each in candidate.adaptations if each.kind == "copy"] == wanted

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,9 +31,10 @@ from layerzero.backends.torch.attention import FOLDED, SDPA_ARGUMENTS, gives_no_
 from layerzero.core import limits as limit
 from layerzero.core.arguments import permutation
 from layerzero.core.errors import in_short
-from layerzero.core.facts import Facts
+from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.plan import Candidate, Report
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import LseWithoutGradient, NotDecoding, SameHeads, SdpaEnabled, SquareCausal
 from layerzero.ops.attention.reference import lse_of_hidden_rows
@@ -171,6 +173,34 @@ _ALIGNED = limit.aligned(16, "query", "key", "value")
 _IN_32_BITS = (
     "torch computes where rows of a sequence start in 32 bits: beyond, an illegal access (2.11, H200, 2026-11-30)"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RowsInReach(limit.OfTensors):
+    """The last row of a sequence starts within 2**31 numbers of its first; those of a joined projection lie apart."""
+
+    def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
+        got = (tensor.shape[2] - 1) * tensor.strides[2]
+        if got < 2**31:
+            return None
+        return Reason(ReasonCode.NOT_CONTIGUOUS, name, f"rows within {2**31} numbers", got, _IN_32_BITS)
+
+    def describe(self) -> str:
+        return f"rows of a sequence within 2**31 numbers: {', '.join(self.tensors)}"
+
+
+@conditions.register
+def _rows_in_reach(limit: RowsInReach, call: SizedCall) -> Iterable[Condition] | None:
+    found: list[Condition] = []
+    for name in limit.tensors:
+        rows, tensor = call.kernel_axes(name)[2], call.facts.tensors[name]
+        farthest = (2**31 - 1) // (1 << tensor.shape[rows].bit_length())
+        if tensor.strides[rows] > farthest:
+            return None
+        found.append((WITHIN, (call.operand(name, rows, stride=True),), (0, farthest)))
+    return found
+
+
 _GRADIENTS = "cuDNN's gradients of sequences beyond are up to 80 times too large (torch 2.11, H200, 2026-11-30)"
 _SUMS = "its backward pass computes places of sums in 32 bits: an illegal access (torch 2.11, H200, 2026-11-30)"
 _ROWS = [(seq, "heads", dim) for seq in ("seq_q", "seq_k") for dim in ("head_dim", "value_dim")]
@@ -251,6 +281,7 @@ KERNELS = (
         limit.grid(x=(("seq_q", 64),), y=("heads",)),
         limit.Custom("dropout: batch <= 65535", _efficient_dropout),
         *(ElementsBelow(2**31, each, _IN_32_BITS) for each in _ROWS),
+        RowsInReach(("query", "key", "value")),
         _DENSE,
         _ALIGNED,
         accepts=(*SDPA_ARGUMENTS, "attn_mask", "dropout_p"),
