@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,6 +230,27 @@ def test_a_model_with_attention_of_its_own_is_refused_by_the_mask_too() -> None:
     model.config._attn_implementation_internal = "layerzero"
     with pytest.raises(lz.InvalidCallError, match="wanted a model that calls its attention through AttentionInterface"):
         model(**padded("none"))
+
+
+BY_A_FUNCTION = """
+from torch import nn
+from transformers import PreTrainedModel, LlamaConfig
+class Eager(nn.Module): pass
+TABLE = {"eager": Eager}
+def attention_of(config): return TABLE[config._attn_implementation]()
+class ByAFunction(PreTrainedModel):
+    config_class = LlamaConfig
+    _supports_sdpa = True
+    def __init__(self, config): super().__init__(config); self.attention = attention_of(config)
+"""
+
+
+def test_a_model_whose_function_has_the_table_is_refused_when_it_is_made(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "by_a_function.py").write_text(BY_A_FUNCTION)
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = importlib.import_module("by_a_function").ByAFunction
+    with pytest.raises(lz.InvalidCallError, match="got ByAFunction, which computes it by itself"):
+        kind._from_config(transformers.LlamaConfig(), attn_implementation="layerzero")
 
 
 # registration
