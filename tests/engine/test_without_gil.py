@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 import layerzero as lz
 from layerzero.core.system import resources
 from layerzero.engine import accelerator
-from layerzero.engine.config import current_policy
+from layerzero.engine.cache import PlanCache
+from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
 
 SAYS = "import sys, layerzero as lz; lz.rms_norm; print(sys._is_gil_enabled(), lz.doctor().versions['hit path'])"
 
@@ -54,3 +56,20 @@ def test_a_thread_of_layerzero_has_no_scope_of_the_thread_that_started_it():
     with lz.scope(debug=True):
         resources.started("test", lambda: seen.append(current_policy().debug)).join()
     assert seen == [False]
+
+
+def test_threads_that_do_one_thing_at_once_lose_none_and_see_no_half(monkeypatch):
+    """Open scopes, which an explanation reads, and calls that are counted: one step under a GIL, and none without."""
+    cache, counts = PlanCache(), []
+    monkeypatch.setattr(SCOPES, "_open", dict.fromkeys(range(2000), CONFIGURATION.policy))
+
+    def work(number):
+        for _ in range(120):
+            cache.missed()
+            with SCOPES.scope({}):
+                counts.append(len(SCOPES.policies))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert cache.misses == len(counts) == 480
+    assert 2001 <= min(counts) <= max(counts) <= 2004

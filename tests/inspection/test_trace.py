@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextvars import Context
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_calls_of_other_threads_are_counted_but_belong_to_no_layer():
 
         def forward(self, x):
             thread = threading.Thread(target=self.norm, args=(x,))
-            thread.start()
+            Context().run(thread.start)  # without a GIL it inherits the layer
             thread.join()
             return self.norm(x)
 

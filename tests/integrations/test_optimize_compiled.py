@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import layerzero as lz
 from counting import events
+from layerzero.engine import accelerator
 from layerzero.integrations.optimize.models import compiled_calls
 from layerzero.integrations.optimize.models.compiled import Bound, Compiled
 from layerzero.integrations.optimize.swaps.stamp import Stamp
@@ -302,6 +303,7 @@ def watched(module: nn.Module) -> Compiled:
     return state
 
 
+@pytest.mark.skipif(accelerator.HOT is None, reason=accelerator.ABSENT)
 def test_a_call_asks_little_of_each_weight() -> None:
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(40)]).eval()
     state, rows = watched(model), [torch.ones(1, 16)]

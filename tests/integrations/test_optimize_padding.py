@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import Context
 from typing import Any
 
 import pytest
@@ -222,7 +223,7 @@ def test_a_model_that_changed_is_followed(change: str) -> None:
         got = []
         if change == "threads":
             worker = threading.Thread(target=lambda: got.append(_run(model)))
-            worker.start()
+            Context().run(worker.start)  # without a GIL it inherits what counts
             worker.join()
         own = model(**PADDED)[0]
         for each in (*got, own):

@@ -21,6 +21,7 @@ from architectures import Architecture, inputs  # noqa: E402
 from test_transformers_breadth import DECODERS, EVERY, assert_equal, named, pytestmark  # noqa: E402, F401
 
 from counting import events  # noqa: E402
+from layerzero.engine import accelerator  # noqa: E402
 from layerzero.integrations import transformers as integration  # noqa: E402
 from layerzero.integrations import transformers_patches  # noqa: E402
 
@@ -162,6 +163,7 @@ def test_eager_calls_copy_no_more_than_stocks(architecture: Architecture) -> Non
     assert found[1] <= found[0], found
 
 
+@pytest.mark.skipif(accelerator.HOT is None, reason=accelerator.ABSENT)
 def test_a_decoded_token_costs_no_more_calls_on_the_host_than_stocks() -> None:
     """Of Python's functions and of C's that Python sees: 1080 in place of 1083 when this was written.
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import stat
 import sys
 import threading
 import warnings
@@ -375,7 +376,10 @@ def live(*, quiet: bool, console: Console | None = None) -> Iterator[Live]:
 def existing(file: Path, what: str) -> Path:
     """The file. Raises: ValueError where there is none."""
     try:
-        got = "" if file.is_file() else "a folder" if file.is_dir() else "nothing"
+        mode = file.stat().st_mode  # is_file takes any error for "no" (Python 3.14)
+        got = "" if stat.S_ISREG(mode) else "a folder" if stat.S_ISDIR(mode) else "nothing"
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        got = "nothing"
     except OSError as error:  # a name that no file may have
         got = f"a name that names none: {error.strerror}"
     if got:

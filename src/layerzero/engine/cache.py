@@ -193,6 +193,11 @@ class PlanCache:
             table.add(key, plan, conditions)
             return True
 
+    def missed(self) -> None:
+        """Count a call that no plan was kept for."""
+        with self._lock:
+            self.misses += 1
+
     def take_out(self, plan: Plan) -> None:
         with self._lock:
             for table in self._tables.values():
@@ -271,8 +276,7 @@ class Flights:
             if mine is not None:
                 self._here.choosing = False
                 try:
-                    with self._lock:
-                        self._flights.pop(key, None)
+                    self._flights.pop(key, None)  # without the lock, behind whose getting Python 3.14 sees signals
                 finally:
                     mine.landed.release()
         return plan

@@ -240,7 +240,7 @@ class Dispatcher:
         for each in tensors:
             if each.is_meta:
                 return shapes_answer(self, arguments, policy)
-        self.cache.misses += 1
+        self.cache.missed()
         return self.run(self.plan_for(key, arguments, policy, tensors), arguments)
 
     def plan_for(self, key: Key, arguments: dict[str, Any], policy: Policy, tensors: Sequence[torch.Tensor]) -> Plan:
@@ -276,7 +276,7 @@ class Dispatcher:
         policy = current_policy()
         if any(each.is_meta for each in self.tensors(arguments)):
             return shapes_answer(self, arguments, policy)
-        self.cache.misses += 1
+        self.cache.missed()
         return self.run(self.choose(arguments, policy), arguments)
 
     def run(self, plan: Plan, arguments: dict[str, Any]) -> Any:

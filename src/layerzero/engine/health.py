@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextvars import Context
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
@@ -219,7 +220,7 @@ class Health:
         timer = self._timers[key] = threading.Timer(rest_s, self._on_change)
         timer.daemon = True
         with contextlib.suppress(RuntimeError):  # the system has no more threads: another change ends the rest
-            timer.start()
+            Context().run(timer.start)  # which keeps the context, without a GIL
 
     def breakers(self) -> dict[tuple[str, str], Breaker]:
         """A copy of the breakers, for doctor; of a kernel that rests on several kinds of devices, the longest rest."""

@@ -200,7 +200,8 @@ class PlainWays:
         operation = self._operation(arguments)
         facts = plain_facts(Routed(operation, arguments))
         policy = current_policy()
-        self.misses += 1
+        with self._lock:
+            self.misses += 1
         plan = dispatcher.choose(facts, policy)
         try:
             result = dispatcher.first(plan, arguments["items"])

@@ -67,7 +67,7 @@ class Scopes:
     @property
     def policies(self) -> tuple[Policy, ...]:
         """What the open blocks made of the settings, in whatever threads."""
-        return tuple(self._open.values())
+        return (*self._open.values(),)  # one step without a GIL, too, which tuple() is not
 
     def _tell(self) -> None:
         self.active = len(self._open)

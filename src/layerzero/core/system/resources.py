@@ -200,9 +200,9 @@ def started(name: str, work: Callable[..., None], *given: object) -> threading.T
 
     It has no context variables, as threads have none under a GIL: a scope that is open here does not hold there.
     """
-    thread = threading.Thread(target=Context().run, args=(work, *given), name=name, daemon=True)
+    thread = threading.Thread(target=work, args=given, name=name, daemon=True)
     try:
-        thread.start()
+        Context().run(thread.start)  # without a GIL it would keep a copy of the context for as long as it lives
     except RuntimeError:
         return None
     return thread

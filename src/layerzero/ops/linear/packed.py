@@ -206,7 +206,7 @@ class PackedWeight(Handle):
     @property
     def bytes(self) -> int:
         """Memory that the packed forms take now, besides the weight itself."""
-        return sum(cast(Packing, slot).bytes for slot in tuple(self._slots.values()))
+        return sum(cast(Packing, slot).bytes for slot in list(self._slots.values()))
 
     @property
     def forms(self) -> int:

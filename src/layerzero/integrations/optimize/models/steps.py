@@ -111,7 +111,7 @@ class Steps(State):
 
     @property
     def bytes(self) -> int:
-        return sum(each.bytes for each in self._memories.values())
+        return sum(each.bytes for each in list(self._memories.values()))
 
     @property
     def graphs(self) -> int:
@@ -171,7 +171,7 @@ class Steps(State):
 
     def _has(self, cache: Any) -> Held | None:
         """The cache as it lies in memory, where it does and has a place for one token more."""
-        for each in tuple(self._memories.values()):
+        for each in list(self._memories.values()):
             held = each.held
             if held is not None and held.is_of(cache) and held.length < each.capacity:
                 return held
@@ -247,7 +247,7 @@ class Steps(State):
         return memory.take(cache)
 
     def _forget_unheld(self) -> None:
-        for batch, memory in tuple(self._memories.items()):
+        for batch, memory in list(self._memories.items()):
             if memory.held is None or not memory.held.layers:  # others would be copied
                 self._forget(batch)
 
