@@ -127,7 +127,9 @@ class Scopes:
 
     def policy(self) -> Policy:
         """The policy that holds in this context."""
-        scope, base = self._here(), self._configuration.policy
+        scope, base = self._current.get(), self._configuration.policy
+        if scope is not None and scope.left:
+            scope = self._here()
         if scope is None:
             return base
         if scope.base is not base:  # lz.configure was called meanwhile
