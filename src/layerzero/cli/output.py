@@ -11,7 +11,6 @@ import json
 import math
 import os
 import signal
-import stat
 import sys
 import threading
 import warnings
@@ -376,12 +375,9 @@ def live(*, quiet: bool, console: Console | None = None) -> Iterator[Live]:
 def existing(file: Path, what: str) -> Path:
     """The file. Raises: ValueError where there is none."""
     try:
-        mode = file.stat().st_mode  # is_file takes any error for "no" (Python 3.14)
-        got = "" if stat.S_ISREG(mode) else "a folder" if stat.S_ISDIR(mode) else "nothing"
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        got = "nothing"
-    except OSError as error:  # a name that no file may have
-        got = f"a name that names none: {error.strerror}"
+        got = "" if file.is_file() or not file.stat() else "a folder" if file.is_dir() else "nothing"
+    except OSError as error:  # a name that no file may have; from Python 3.14 on, stat alone says so
+        got = "nothing" if isinstance(error, FileNotFoundError) else f"a name that names none: {error.strerror}"
     if got:
         raise ValueError(f"{file}: wanted {what}, got {got}")
     return file
