@@ -295,6 +295,20 @@ def test_a_wrong_kernel_of_a_layer_is_refused_by_name(function: str) -> None:
     torch.testing.assert_close(output(model), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("head", ["ForTokenClassification", "ForQuestionAnswering"])
+def test_layers_below_a_head_that_returns_no_cache_are_found(head: str) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, num_hidden_layers=2)
+    model = getattr(transformers, f"Llama{head}")(config).eval()
+    ids = tokens()
+    with torch.no_grad():
+        wanted = model(ids)[0]
+        report = lz.optimize(model, graph=True)
+        got = model(ids)[0]
+    assert Counter(each.kind for each in report.replaced)["layer"] == 2, str(report)
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
 def test_a_layer_that_adds_otherwise_is_left_with_a_reason() -> None:
     torch.manual_seed(0)
     config = transformers.GraniteConfig(**SIZES, num_hidden_layers=2, residual_multiplier=0.5)

@@ -23,7 +23,7 @@ from layerzero.core.errors import InvalidCallError, in_short
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.inspection.trace import calls_told
-from layerzero.integrations.optimize.attention.dynamic_cache import name_in, name_of
+from layerzero.integrations.optimize.attention.dynamic_cache import cache_in, name_in, name_of
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Search, Seen, seeing, seen_rows
 from layerzero.integrations.optimize.layers import encoders
 from layerzero.integrations.optimize.layers.inner import Inner, alike, extreme, inner
@@ -224,6 +224,7 @@ def _calls_of(
     hidden, more = torch.ones_like(ids), ids.repeat(MORE, MORE)  # a branch on sizes would take another way
     hidden[0, :2] = 0
     calls: dict[int, list[Call]] = {}
+    name = name_of(model)
 
     def keep(module: Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if len(given) == 1:
@@ -232,8 +233,9 @@ def _calls_of(
     with watching([each.module for each in parts], keep), quiet(model), seeing(exchange) as seen:
         for rows, mask in ((ids, torch.ones_like(ids)), (ids, hidden), (more, torch.ones_like(more))):
             given = model(input_ids=rows[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
-            name = name_of(model)
-            model(input_ids=rows[:, -1:], attention_mask=mask, **{name: getattr(given, name)})
+            handed = next((cache_in(made[-1][1]) for made in calls.values()), None)  # a head may return no cache
+            if (cache := vars(given).get(name, handed)) is not None:
+                model(input_ids=rows[:, -1:], attention_mask=mask, **{name: cache})
     return calls, seen
 
 
