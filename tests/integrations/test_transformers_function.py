@@ -169,6 +169,7 @@ def test_what_cannot_be_honoured_is_refused(arguments: dict[str, Any], words: st
         integration.attention_forward(Module(), query, key, value, None, **arguments)
     neutral = {"output_attentions": False, "indices": None, "position_ids": torch.arange(5), "use_cache": True}
     neutral |= {"max_new_tokens": 5, "temperature": 0.7, "streamer": object()}  # as Kosmos-2's generate tells its tower
+    neutral |= {"image_position_ids": torch.zeros(1, 4, 2)}  # as DiffusionGemma's decoder is told
     integration.attention_forward(Module(), query, key, value, None, **neutral)
 
 

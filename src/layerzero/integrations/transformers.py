@@ -49,6 +49,7 @@ HARMLESS = frozenset({
     *("video_grid_thw", "image_sizes", "mm_encoder_outputs", "encoder_hidden_states", "encoder_outputs"),
     *("decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids", "original_sizes", "reshaped_input_sizes"),
     *("interpolate_pos_encoding", "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio"),
+    *("image_position_ids",),  # DiffusionGemma's decoder gets those of its encoder's pictures
 })  # fmt: skip
 """Arguments that Transformers' models (5.24) hand on and that leave the result as it is: models give whatever they do
 not know to their attention. All others are errors: one that a later version gives a meaning is not ignored."""
