@@ -272,6 +272,16 @@ def test_a_model_is_asked_by_the_name_that_it_has():
     assert cache_in(dict(again.items())) is cache
 
 
+def test_a_model_that_only_hands_its_cache_on_is_asked_by_the_name_of_its_version():
+    class Handing(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, **given):
+            """As ColPali does."""
+
+    assert name_of(Handing(transformers.LlamaConfig(**architectures.GQA))) == name_of(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**architectures.GQA))
+    )
+
+
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_a_call_is_read_by_either_name(name):
     cache = object()

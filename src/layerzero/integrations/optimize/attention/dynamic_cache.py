@@ -10,6 +10,7 @@ Tensors that a caller kept of earlier steps lie in the same memory.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -276,19 +277,23 @@ def name_in(named: Mapping[str, Any]) -> str:
 
 
 def name_of(model: Any) -> str:
-    """What a model calls it."""
+    """What a model calls it; one that only hands it on (ColPali) calls it as Transformers' outputs do."""
+    library = sys.modules.get("transformers")
+    if library is not None and isinstance(model, library.PreTrainedModel):
+        outputs = library.modeling_outputs.BaseModelOutputWithPast.__dataclass_fields__
+        return _name_of(type(model).forward, "cache" if "cache" in outputs else "past_key_values")
     return _name_of(getattr(type(model), "forward", None))
 
 
 @functools.lru_cache(maxsize=64)  # a signature takes 30 us, and a step asks for it
-def _name_of(forward: Callable[..., Any] | None) -> str:
+def _name_of(forward: Callable[..., Any] | None, other: str = "past_key_values") -> str:
     if forward is None:
-        return "past_key_values"
+        return other
     try:
         known = signature_of(forward).parameters
     except (TypeError, ValueError):  # a model's own kind of callable
-        return "past_key_values"
-    return "cache" if "cache" in known else "past_key_values"
+        return other
+    return "cache" if "cache" in known else "past_key_values" if "past_key_values" in known else other
 
 
 def runs_a_library(function: str, first: Tensor, *others: Any) -> bool:
