@@ -108,6 +108,8 @@ def test_a_file_that_is_cut_is_named(command, folder):
     (("a_model_of_plans:build",), "--bucket: wanted at least one"),
     (("a_model_of_plans:build", "--bucket", "seq_len=a"), "wanted AXIS=SIZES, as seq_len=128,512, got 'seq_len=a'"),
     (("a_model_of_plans:build", "--bucket", "seq_len=1", "--bucket", "seq_len=2"), "wanted each axis once"),
+    (("a_model_of_plans:build", "--bucket", "seq_len=1"), "--inputs: wanted inputs= for a model without config.vocab"),
+    (("a_model_of_plans:build", "--bucket", "rows=1"), "--bucket: wanted batch or seq_len without --inputs, got rows"),
     (("a_model_of_plans:absent", "--bucket", "seq_len=1"), "wanted module:function, got 'a_model_of_plans:absent'"),
     (("no_such_module_at_all:x", "--bucket", "seq_len=1"), "No module named"),
     (("a_model_of_plans:number", "--bucket", "seq_len=1"), "returns a torch.nn.Module, got int"),

@@ -54,6 +54,7 @@ def solve(
     """
     from layerzero.cli.flags import left_of
     from layerzero.core.system.disk import check_place
+    from layerzero.serving.dry_run import token_ids
     from layerzero.serving.solve import solve as run
     from layerzero.testing.single_run import with_threads
 
@@ -69,14 +70,17 @@ def solve(
     given = None if inputs is None else _named(inputs, "--inputs")
     if buckets is None and given is not None:
         given = given()
+    built = _model(model, dtype)
+    if given is None:
+        if unknown := ", ".join(set(buckets or ()) - {"batch", "seq_len"}):
+            raise ValueError(f"--bucket: wanted batch or seq_len without --inputs, got {unknown}")
+        try:
+            token_ids(built, batch=1, seq_len=1)
+        except TypeError as error:
+            raise ValueError(f"--inputs: {error}") from error
     with with_threads(threads):
         found = run(
-            _model(model, dtype),
-            given,
-            buckets,
-            compile_jit=not no_jit,
-            budget_s=budget_s and left_of(budget_s),
-            strict=strict,
+            built, given, buckets, compile_jit=not no_jit, budget_s=budget_s and left_of(budget_s), strict=strict
         )
     found.write(out)
     return Answer(_plain(found), lambda: [*str(found).splitlines(), f"written to {out}"])
