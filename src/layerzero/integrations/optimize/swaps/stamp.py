@@ -242,7 +242,7 @@ def _facts_of(module: Module, beside: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _tensors_of(module: Module) -> list[Tensor]:
-    return [each for of in (module._buffers, module.__dict__) for each in of.values() if isinstance(each, Tensor)]
+    return [each for of in (module._buffers, module.__dict__) for each in [*of.values()] if isinstance(each, Tensor)]
 
 
 def _stand_still(tensors: tuple[tuple[Tensor, tuple[int, ...]], ...]) -> bool:
