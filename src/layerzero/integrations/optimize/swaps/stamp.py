@@ -172,7 +172,7 @@ class Stamp:
             dicts += [each.__dict__, each._modules]
             dicts += [each._buffers] if each._buffers else []
             dicts += [] if self._whole else [each._parameters]
-            for name, value in each.__dict__.items():
+            for name, value in [*each.__dict__.items()]:
                 if name not in _TORCHS:
                     _gather(value, dicts, lists)
         for space, name in named:
@@ -234,11 +234,11 @@ def _facts_of(module: Module, beside: tuple[str, ...]) -> tuple[Any, ...]:
     attributes = module.__dict__
     own = tuple(
         (name, _frozen(value))
-        for name, value in sorted(attributes.items())
+        for name, value in sorted([*attributes.items()])
         if name not in _TORCHS and name not in beside and not name.startswith(_BESIDE)
     )
-    buffers = tuple((name, each, *_stand(each)) for name, each in module._buffers.items())
-    return type(module), tuple(module._modules.items()), buffers, tuple(module._parameters), own
+    buffers = tuple((name, each, *_stand(each)) for name, each in [*module._buffers.items()])
+    return type(module), (*module._modules.items(),), buffers, (*module._parameters,), own
 
 
 def _tensors_of(module: Module) -> list[Tensor]:
