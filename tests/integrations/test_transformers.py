@@ -10,6 +10,8 @@ import torch
 from architectures import GQA, SIZES, padded
 from attending_models import bert, llama, pair
 
+from layerzero.integrations import transformers as integration
+
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 
@@ -119,6 +121,18 @@ def test_a_model_that_does_not_support_sdpa_hides_nothing_without_a_mask(side: s
     wanted, got = (each(**batch).last_hidden_state for each in (eager, ours))
     seen = batch["attention_mask"].bool()
     torch.testing.assert_close(got[seen], wanted[seen], atol=2e-5, rtol=1e-4)
+
+
+def test_the_first_call_of_a_model_that_does_not_support_sdpa_may_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kind of mask it gets was looked up in its first call that was not."""
+    for known in ("_checked", "_float_masked"):
+        monkeypatch.setattr(integration, known, set())
+    eager, ours = pair(lambda: (transformers.AlignTextModel, transformers.AlignTextConfig(**SIZES)))
+    ids = padded("right")["input_ids"]
+    torch.compiler.reset()
+    with torch.no_grad():
+        got = torch.compile(ours, backend="eager", fullgraph=True)(ids).last_hidden_state
+    torch.testing.assert_close(got, eager(ids).last_hidden_state, atol=2e-5, rtol=1e-4)
 
 
 def test_a_padded_row_gives_what_it_gives_alone() -> None:

@@ -366,8 +366,7 @@ def live(*, quiet: bool, console: Console | None = None) -> Iterator[Live]:
     left = TextColumn("{task.fields[left]}")
     what = _What("{task.description}", markup=False, table_column=Column())
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), left, what)
-    off = quiet or not console.is_terminal
-    with Progress(*columns, console=console, disable=off, transient=True) as progress:
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
         task = progress.add_task("looking for what to measure", total=None, left="")
         yield Live(progress, task, quiet=quiet)
 
@@ -375,9 +374,10 @@ def live(*, quiet: bool, console: Console | None = None) -> Iterator[Live]:
 def existing(file: Path, what: str) -> Path:
     """The file. Raises: ValueError where there is none."""
     try:
-        got = "" if file.is_file() or not file.stat() else "a folder" if file.is_dir() else "nothing"
-    except OSError as error:  # a name that no file may have; from Python 3.14 on, stat alone says so
-        got = "nothing" if isinstance(error, FileNotFoundError) else f"a name that names none: {error.strerror}"
+        got = "" if file.stat() and file.is_file() else "a folder" if file.is_dir() else "nothing"
+    except (OSError, ValueError) as error:  # a name that no file may have; from Python 3.14 on, stat alone raises
+        why = getattr(error, "strerror", error)
+        got = "nothing" if isinstance(error, FileNotFoundError) else f"a name that names none: {why}"
     if got:
         raise ValueError(f"{file}: wanted {what}, got {got}")
     return file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -72,10 +73,11 @@ def solve(
         given = given()
     built = _model(model, dtype)
     if given is None:
-        if unknown := ", ".join(set(buckets or ()) - {"batch", "seq_len"}):
-            raise ValueError(f"--bucket: wanted batch or seq_len without --inputs, got {unknown}")
+        _, *axes_of_ids = inspect.signature(token_ids).parameters
+        if unknown := ", ".join(set(buckets or ()).difference(axes_of_ids)):
+            raise ValueError(f"--bucket: wanted {' or '.join(axes_of_ids)} without --inputs, got {unknown}")
         try:
-            token_ids(built, batch=1, seq_len=1)
+            token_ids(built, **dict.fromkeys(axes_of_ids, 1))
         except TypeError as error:
             raise ValueError(f"--inputs: {error}") from error
     with with_threads(threads):

@@ -122,10 +122,14 @@ _holding: list[int] = []
 """The thread that forks and holds the lock of imports: one that gave up waiting for it must not let go of it."""
 
 
+_BEGUN = {name for name, reference in [*_MODULE_LOCKS.items()] if getattr(reference(), "owner", None) is not None}
+"""Modules that import layerzero, and may serve in that import: a fork would wait for their end in vain."""
+
+
 def _others_import() -> bool:
     """Whether another thread is amid an import: the lock of that module would stay locked in the child."""
     here = _thread.get_ident()
-    locks = [reference() for reference in list(_MODULE_LOCKS.values())]
+    locks = [reference() for name, reference in [*_MODULE_LOCKS.items()] if name not in _BEGUN]
     return any(getattr(lock, "owner", None) not in (None, here) for lock in locks)
 
 

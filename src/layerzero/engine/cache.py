@@ -138,6 +138,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._lock = forking.lock()
+        self._counting = forking.rlock()  # what a finalizer calls meanwhile counts, too
         self.epoch = self.misses = 0
         self.current = PlanTable()
         self._tables: dict[Policy, PlanTable] = {}
@@ -195,7 +196,7 @@ class PlanCache:
 
     def missed(self) -> None:
         """Count a call that no plan was kept for."""
-        with self._lock:
+        with self._counting:
             self.misses += 1
 
     def take_out(self, plan: Plan) -> None:
@@ -276,7 +277,9 @@ class Flights:
             if mine is not None:
                 self._here.choosing = False
                 try:
-                    self._flights.pop(key, None)  # without the lock, behind whose getting Python 3.14 sees signals
+                    self._flights.pop(
+                        key, None
+                    )  # without the lock: Python 3.14 handles signals right after it is taken
                 finally:
                     mine.landed.release()
         return plan

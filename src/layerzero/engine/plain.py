@@ -145,6 +145,7 @@ class PlainWays:
         self.dispatcher = dispatcher
         self.misses = 0
         self._lock = forking.lock()
+        self._counting = forking.rlock()  # what a finalizer calls meanwhile counts, too
         self._policy: Policy | None = None
         self._base: Table = {}
         self._scoped: dict[Policy, Table] = {}
@@ -200,7 +201,7 @@ class PlainWays:
         operation = self._operation(arguments)
         facts = plain_facts(Routed(operation, arguments))
         policy = current_policy()
-        with self._lock:
+        with self._counting:
             self.misses += 1
         plan = dispatcher.choose(facts, policy)
         try:

@@ -99,7 +99,7 @@ def register_with_transformers(name: str = "layerzero") -> None:
     AttentionMaskInterface.register(name, attention_mask)
     _registered.add(name)
     transformers_patches.check_at_load(
-        "_check_and_adjust_attn_implementation", _registered, transformers_patches.check_class, batch
+        "_check_and_adjust_attn_implementation", _registered, transformers_patches.check_class, batch, _look
     )
     register_experts(name, _registered)
 
@@ -141,7 +141,7 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
             )
     config = type(call.get("config"))
     if not compiling and config not in _checked:
-        _check_model(call.get("config"))
+        _check_model(config)
     sizes = {"q_length": q_length, "kv_length": kv_length}
     if config in _float_masked:
         added: Tensor = eager_mask(**sizes, **call)
@@ -169,9 +169,15 @@ def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool 
 
 def has_float_mask(config: Any) -> bool:
     """Whether models of this config get the float mask, for they do not support ``sdpa``."""
-    if type(config) not in _checked:
-        _check_model(config)
+    if type(config) not in _checked and not torch.compiler.is_compiling():
+        _check_model(type(config))
     return type(config) in _float_masked
+
+
+def _look(model: Any) -> None:
+    """Know a class's mask when it is loaded: its first call may be compiled, where nothing can be looked up."""
+    if model.config_class is not None:
+        _check_model(model.config_class)
 
 
 def theirs_of(module: torch.nn.Module) -> Callable[..., Any]:
@@ -379,9 +385,9 @@ def _refused(name: str, got: str) -> InvalidCallError:
     return InvalidCallError("attn_implementation='layerzero'", [problem])
 
 
-def _check_model(config: Any) -> None:
+def _check_model(config: type) -> None:
     """Refuse a model whose own attention would get our bool mask; Transformers lets any registered name pass."""
-    models = transformers_patches.models_of(type(config))
+    models = transformers_patches.models_of(config)
     if models and not any(model._can_set_attn_implementation() for model in models):
         problem = (
             f"wanted a model that calls its attention through AttentionInterface, got {models[0].__name__}, which "
@@ -389,5 +395,5 @@ def _check_model(config: Any) -> None:
         )
         raise InvalidCallError("attn_implementation='layerzero'", [problem])
     if models and not any(model._supports_sdpa for model in models):
-        _float_masked.add(type(config))
-    _checked.add(type(config))
+        _float_masked.add(config)
+    _checked.add(config)

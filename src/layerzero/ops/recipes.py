@@ -175,7 +175,8 @@ def _tensors(
     made: dict[str, Tensor] = {}
     for schema, each, shape in zip(group, written, solid, strict=True):
         values = own.get(schema.name)
-        if values is not None and values.is_floating_point() and values.numel():  # scales of another shape stay above 0
+        other = values is not None and values.numel() and shape != tuple(values.shape)
+        if values is not None and other and values.is_floating_point():  # scales of another shape stay above 0
             values = values.flatten().repeat(-(-math.prod(shape) // values.numel()))[: math.prod(shape)].view(shape)
         if values is None or shape != tuple(values.shape):
             values = drawn(schema, shape, dtype, torch.device(device), sizes, generator)

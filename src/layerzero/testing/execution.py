@@ -243,14 +243,10 @@ def other_stream(trial: Trial) -> Finding:
 
 
 def _late(trial: Trial, stream: torch.cuda.Stream, during: AbstractContextManager[object], where: str) -> Finding:
-    """Run while a stream of the tensors' device is still writing what the kernel reads."""
+    """Run while a stream of the tensors' device is still writing what the kernel reads, if that is more than places."""
     call, mutated = duplicate(trial.call), trial.facts.operation.schema.mutated
-    late = _data(trial, mutated)
-    if not late:
-        return Finding("not tried", "it reads nothing but places and what it writes into")
-    values = call.arguments[late]
-    written = torch.zeros_like(values)
-    arguments = {**call.arguments, late: written}
+    late = {name for name in [_data(trial, mutated)] if name}
+    arguments = {**call.arguments, **{name: torch.zeros_like(call.arguments[name]) for name in late}}
     truth = trial.truth()
     trial.plan()
     torch.cuda.synchronize()
@@ -258,13 +254,14 @@ def _late(trial: Trial, stream: torch.cuda.Stream, during: AbstractContextManage
     def run(**given: Any) -> Any:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]  # cycles: about 30 ms, long compared with a launch
-            written.copy_(values)
+            for name in late:
+                arguments[name].copy_(call.arguments[name])
             with during:
                 result = trial.run(**given)
         stream.synchronize()
         return result
 
-    return _compared(run, RandomCall(call.function, arguments, call.name), truth, {late}, where)
+    return _compared(run, RandomCall(call.function, arguments, call.name), truth, late, where)
 
 
 def _data(trial: Trial, mutated: Sequence[str]) -> str:

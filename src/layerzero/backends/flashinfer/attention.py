@@ -26,6 +26,7 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.modules import Variant, build_key, compiled_for, planned, prebuilt
 from layerzero.backends.flashinfer.plan import PLANS, FlashInferPlan, plan_before_capture, plan_key
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Backend, Kernel
@@ -168,11 +169,11 @@ class _OneStep(OfTensors):
 
     def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
         batch, seq = tensor.shape[:2]
-        if batch == 1:
-            return None
-        if (reach := batch * tensor.strides[0]) >= 2**32:
-            return Reason(ReasonCode.CONSTRAINT_FAILED, f"{name}: batch * its stride", "below 2**32", reach)
-        if seq == 1 or tensor.strides[0] == seq * tensor.strides[1]:
+        dense = tensor.strides[0] == math.prod(tensor.shape[1:])
+        if not dense and (reach := (batch - 1) * tensor.strides[0]) >= 2**32:
+            wanted = "sequences that start within 2**32 numbers"
+            return Reason(ReasonCode.NOT_CONTIGUOUS, name, wanted, f"the last one {reach} behind the first")
+        if batch == 1 or seq == 1 or tensor.strides[0] == seq * tensor.strides[1]:
             return None
         return Reason(ReasonCode.NOT_CONTIGUOUS, name, "one step for batch and sequence", f"strides {tensor.strides}")
 
@@ -202,7 +203,11 @@ _SHARED = (
     ),
     limit.aligned(16, *_TENSORS),
 )
-_TEMPLATES = (*_SHARED, TEMPLATE_DIMS, limit.last_stride_one(*_TENSORS), _OneStep(("query", "key", "value")))
+_TEMPLATES = (
+    *(*_SHARED, TEMPLATE_DIMS, limit.last_stride_one(*_TENSORS), _OneStep(("query", "key", "value"))),
+    ElementsBelow(2**32, ("batch", "seq_q", "heads", "head_dim")),  # of dense ones, which no copy brings nearer
+    ElementsBelow(2**32, ("batch", "seq_k", "kv_heads", "head_dim")),
+)
 
 
 def _template(backend: str, operations: tuple[str, ...], kind: str, priority: int, *limits: Limit) -> Kernel:

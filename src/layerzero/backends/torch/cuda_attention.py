@@ -15,6 +15,7 @@ Library: torch >= 2.10, BSD-3-Clause.
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -175,29 +176,33 @@ _IN_32_BITS = (
 )
 
 
+_HEADS_AND_ROWS = 1, 2
+"""Axes of BHSD along which torch's kernel steps in 32 bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowsInReach(limit.OfTensors):
-    """The last row of a sequence starts within 2**31 numbers of its first; those of a joined projection lie apart."""
+    """The last row and the last head start within 2**31 numbers of the first; views of joined ones lie far apart."""
 
     def problem(self, name: str, tensor: TensorFacts, _: Facts, /) -> Reason | None:
-        got = (tensor.shape[2] - 1) * tensor.strides[2]
+        got = max((tensor.shape[axis] - 1) * tensor.strides[axis] for axis in _HEADS_AND_ROWS)
         if got < 2**31:
             return None
-        return Reason(ReasonCode.NOT_CONTIGUOUS, name, f"rows within {2**31} numbers", got, _IN_32_BITS)
+        return Reason(ReasonCode.NOT_CONTIGUOUS, name, f"heads and rows within {2**31} numbers", got, _IN_32_BITS)
 
     def describe(self) -> str:
-        return f"rows of a sequence within 2**31 numbers: {', '.join(self.tensors)}"
+        return f"heads and rows of a sequence within 2**31 numbers: {', '.join(self.tensors)}"
 
 
 @conditions.register
 def _rows_in_reach(limit: RowsInReach, call: SizedCall) -> Iterable[Condition] | None:
     found: list[Condition] = []
-    for name in limit.tensors:
-        rows, tensor = call.kernel_axes(name)[2], call.facts.tensors[name]
-        farthest = (2**31 - 1) // (1 << tensor.shape[rows].bit_length())
-        if tensor.strides[rows] > farthest:
+    for name, place in itertools.product(limit.tensors, _HEADS_AND_ROWS):
+        axis, tensor = call.kernel_axes(name)[place], call.facts.tensors[name]
+        farthest = (2**31 - 1) // (1 << tensor.shape[axis].bit_length())
+        if tensor.strides[axis] > farthest:
             return None
-        found.append((WITHIN, (call.operand(name, rows, stride=True),), (0, farthest)))
+        found.append((WITHIN, (call.operand(name, axis, stride=True),), (0, farthest)))
     return found
 
 
@@ -249,7 +254,7 @@ KERNELS = (
         LseWithoutGradient(),
         SdpaEnabled("flash"),
         limit.grid(x=(("seq_q", 64),), y=("batch",), z=("heads",)),
-        ElementsBelow(2**31, ("batch", "heads", "seq_q", "head_dim"), _SUMS, gradients=True, steps=(1, 1, 128, 32)),
+        ElementsBelow(2**31, ("batch", "heads", "seq_q", "head_dim"), _SUMS, gradients=True, steps=(1, 1, 128, 64)),
         _DENSE,
         _SCALE,
         _ALIGNED,

@@ -198,7 +198,7 @@ _SIBLINGS = "topology/thread_siblings_list"
 def started(name: str, work: Callable[..., None], *given: object) -> threading.Thread | None:
     """Start a thread that keeps no process alive; None where the system has no more, or the interpreter ends.
 
-    It has no context variables, as threads have none under a GIL: a scope that is open here does not hold there.
+    It has no context variables, so that a scope that is open here does not hold there.
     """
     thread = threading.Thread(target=work, args=given, name=name, daemon=True)
     try:

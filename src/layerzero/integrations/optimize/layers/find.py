@@ -234,7 +234,7 @@ def _calls_of(
         for rows, mask in ((ids, torch.ones_like(ids)), (ids, hidden), (more, torch.ones_like(more))):
             given = model(input_ids=rows[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
             handed = next((cache_in(made[-1][1]) for made in calls.values()), None)  # a head may return no cache
-            if (cache := vars(given).get(name, handed)) is not None:
+            if (cache := getattr(given, name, handed)) is not None:
                 model(input_ids=rows[:, -1:], attention_mask=mask, **{name: cache})
     return calls, seen
 

@@ -151,8 +151,9 @@ def norm(module: Module) -> Candidate | str | None:
         return None
     if set(parameters) - {"weight", "bias"} or any(each.shape != weight.shape for each in parameters.values()):
         return None
-    if weight.is_meta:
-        return f"weight {weight_problem(weight)}"
+    for name, each in parameters.items():
+        if each.is_meta:
+            return f"{name} {weight_problem(each)}"
     example = random_rows(module, weight.shape[0], dtype=weight.dtype, device=weight.device)
     form, eps, why = _form_of(module, has_bias="bias" in parameters)
     if form is None:
