@@ -34,8 +34,8 @@ _ORDER = (
     "`lz.avoid`, `lz.deterministic`, `lz.disabled`). `layerzero config show` prints every effective value and where it "
     "comes from. Locks add up. Of those that cover a call the later wins, in order of `lz.lock` calls, and an inner "
     "block over an outer one. Within one file, dictionary or environment the lock of fewest operations wins, then the "
-    "last. Lists of libraries and kernels add up in `with` blocks and replace each "
-    "other elsewhere. `layerzero config check FILE` checks a file."
+    "last. A block ends for the tasks that were made in it, too. Lists of libraries and kernels add up in `with` "
+    "blocks and replace each other elsewhere. `layerzero config check FILE` checks a file."
 )
 _FEATURES = ", ".join(f"`{feature}`" for feature in cpu_features.FLAGS.values())
 _POORER = f"""`{cpu_features.VARIABLE}` presents a poorer CPU to the process: a server shows what a laptop gets.
