@@ -246,12 +246,13 @@ def _sharing(model: Any) -> str:
     mine = [each for each in configs_of(model) if each._attn_implementation != NAME]
     own, kind = {id(vars(each)) for each in model.modules()}, sys.modules["transformers"].PreTrainedModel
     holders = gc.get_referrers(*mine)  # models themselves where Python has made no dict of their attributes
-    others = [each for each in holders if type(each) is dict and "_modules" in each and id(each) not in own]
+    states = [each for each in holders if type(each) is dict and "_modules" in each and id(each) not in own]
     inner = {id(each) for each in model.modules()}
-    owners = (*[each for each in holders if id(each) not in inner], *(gc.get_referrers(*others) if others else ()))
+    owners = (*[each for each in holders if id(each) not in inner], *(gc.get_referrers(*states) if states else ()))
     found = [each for each in owners if isinstance(each, kind) and any(vars(each).get("config") is one for one in mine)]
     around = {id(one) for each in found if any(one is model for one in each.modules()) for one in each.modules()}
-    return next((type(each).__name__ for each in found if id(each) not in around), "")
+    others = [each for each in found if id(each) not in around]
+    return type(max(others, key=lambda each: sum(1 for _ in each.modules()))).__name__ if others else ""
 
 
 def attention_swap(model: Any) -> AttentionSwap:
