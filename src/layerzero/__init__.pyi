@@ -775,7 +775,7 @@ def paged_attention(
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
         sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two. All three have a CPU kernel; on
             GPUs kernels for sinks (sm 9.x, bfloat16) and slopes wait for ``layerzero vet``, and the reference computes
-            the rest.
+            the rest, over float8 and int8 all of both.
         alibi_slopes: (H,) or (B, H).
         tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
             their places there. Row i of a chain of 3 is True up to column i. Each token sees itself, its parent and

@@ -48,8 +48,6 @@ def real():
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_sglang_give_what_attention_in_float64_gives(real, kind, page_size, pool_dtype):
-    if pool_dtype is not None and kind.startswith("tree"):
-        pytest.skip("a tree of drafts over float8 is refused")
     kit, backend, place = real
     for seed in range(5):
         drawn = Drawn(seed, kind, page_size, kit, pool_dtype=pool_dtype, scales=(0.5, 2.0))

@@ -34,7 +34,7 @@ def test_random_batches_give_what_attention_in_float64_gives(sglang, kind, page_
 
 @pytest.mark.parametrize("scales", [(0.5, 2.0), (None, None)], ids=["scales", "none"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("kind", ["decode", "extend", "chain"])
+@pytest.mark.parametrize("kind", ["decode", "extend", "chain", "tree"])
 def test_a_pool_of_float8_is_written_and_read_with_the_scales_of_its_layer(sglang, kind, dtype, scales):
     drawn = Drawn(7, kind, 4, pool_dtype=dtype, scales=scales)
     backend = sglang.LayerZeroAttnBackend(drawn.runner)
@@ -145,12 +145,12 @@ def test_drafts_in_another_form_are_refused(sglang, changes, told):
         sglang.LayerZeroAttnBackend(drawn.runner).init_forward_metadata(drawn.batch)
 
 
-def test_a_tree_over_codes_or_in_a_window_and_pools_in_another_form_are_refused(sglang):
+def test_a_tree_in_a_window_and_pools_in_another_form_are_refused(sglang):
     drawn = Drawn(0, "tree")
     backend = sglang.LayerZeroAttnBackend(drawn.runner)
     backend.init_forward_metadata(drawn.batch)
     drawn.layer.sliding_window_size = 4
-    with pytest.raises(NotImplementedError, match="spec_info: wanted a chain of drafts over float8 or in a sliding"):
+    with pytest.raises(NotImplementedError, match="spec_info: wanted a chain of drafts in a sliding window"):
         backend.forward_extend(*drawn.call(at))
     for name, given in (("kv_cache_layout", "vectorized_5d"), ("k_scale_buffer", [torch.ones(1)])):
         drawn = Drawn(0, "decode")

@@ -58,6 +58,7 @@ def vllm(monkeypatch):
     alone = types.SimpleNamespace(world_size=1, rank_in_group=0)
     groups = {"get_dcp_world_size_and_rank": lambda _: (1, 0), "get_pcp_group": lambda: alone}
     module(monkeypatch, "vllm.config", get_current_vllm_config_or_none=lambda: None)
+    module(monkeypatch, "vllm.platforms", current_platform=types.SimpleNamespace(is_cpu=lambda: True))
     module(monkeypatch, "vllm.distributed")
     module(monkeypatch, "vllm.distributed.parallel_state", **groups)
     sourced(monkeypatch, "vllm.v1.attention.backend", VLLM / "v1/attention/backend.py")
@@ -221,8 +222,6 @@ def test_encoders_attend_without_a_cache_and_the_rest_is_refused(vllm):
     assert impl.forward(None, *[made.query] * 3, None, None, output).abs().max() == 0
     with pytest.raises(NotImplementedError, match="attn_type: wanted"):
         vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, attn_type="prefix")
-    with pytest.raises(NotImplementedError, match="sinks: wanted None over a cache of fp8"):
-        vllm.LayerZeroAttentionImpl(4, 16, 0.25, 2, kv_cache_dtype="fp8", sinks=torch.zeros(4))
 
 
 @needs_vllm
@@ -258,6 +257,28 @@ def test_slopes_and_sinks_of_a_layer_reach_every_call(vllm, step, biased):
     impl.forward(None, *tokens, cache, metadata_of(vllm, made), output)
     wanted = made.wanted(scale=0.2, **{biased: torch.as_tensor(given[biased])})
     torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
+
+
+@needs_vllm
+@pytest.mark.parametrize("step", STEPS, ids=["decodes", "mixed", "prefills"])
+def test_sinks_of_a_layer_reach_every_call_over_float8(vllm, step):
+    """As gpt-oss with a cache of float8: numbers that float8 holds, by one scale of keys and one of values."""
+    made, sinks = Sequences(*step, dim=32), torch.randn(4)
+    made.keys, made.values = ([each.to(torch.float8_e4m3fn).float() for each in of] for of in (made.keys, made.values))
+    impl = vllm.LayerZeroAttentionImpl(4, 32, 0.2, 2, kv_cache_dtype="fp8", sinks=sinks)
+    cache = torch.zeros(made.pages, 2, PAGE, 64, dtype=torch.uint8)
+    flat = [torch.zeros(made.pages * PAGE, 2, 32) for _ in range(2)]
+    made.fill(*flat)
+    for view, filled in zip(impl.caches(cache)[:2], flat, strict=True):
+        view.transpose(1, 2).copy_((filled.view(made.pages, PAGE, 2, 32) * 2).to(view.dtype))
+    scale = torch.tensor(0.5)
+    layer = types.SimpleNamespace(_k_scale=scale, _v_scale=scale)
+    tokens, output = [made.query, made.new(made.keys), made.new(made.values)], torch.zeros(len(made.query), 4, 32)
+    impl.forward(layer, *tokens, cache, metadata_of(vllm, made), output)
+    torch.testing.assert_close(output, made.wanted(scale=0.2, sinks=sinks), rtol=1e-5, atol=1e-5)
+    sys.modules["vllm.platforms"].current_platform.is_cpu = lambda: False
+    with pytest.raises(NotImplementedError, match="sinks: wanted None over a cache of fp8 on a GPU"):
+        vllm.LayerZeroAttentionImpl(4, 32, 0.2, 2, kv_cache_dtype="fp8", sinks=sinks)
 
 
 REFUSED = {

@@ -234,7 +234,7 @@ def test_a_result_lies_where_the_step_wants_it_once(loaded):
         torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("several", [True, False], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("several", [True, False, "biased"], ids=["mixed", "decodes", "sinks and slopes"])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_float8_pages_are_written_and_read_by_vllms_kernels(loaded, dtype, several):
     query, keys, values, tables, lens, starts = mixed_call()
@@ -252,9 +252,11 @@ def test_float8_pages_are_written_and_read_by_vllms_kernels(loaded, dtype, sever
         torch.testing.assert_close(got, wanted, rtol=0.26, atol=0.02)
     more = {"key_scale": key_scale, "value_scale": value_scale, "layout": "HND", "window": (30, 0)}
     if several:
-        more["cu_seqlens_q"] = starts
+        heads = query.shape[1]
+        given = {"sinks": torch.randn(heads), "alibi_slopes": torch.rand(heads)} if several == "biased" else {}
+        more |= {"cu_seqlens_q": starts, **given}
         wanted = quantized.PREFILL.reference(
-            query, *read, tables, lens, starts, key_scale, value_scale, causal=True, window=(30, 0)
+            query, *read, tables, lens, starts, key_scale, value_scale, causal=True, window=(30, 0), **given
         )
     else:
         query = query[:4].unsqueeze(1)

@@ -267,11 +267,29 @@ def test_a_tree_is_causal_and_of_several_tokens():
         lz.paged_attention(**call, alibi_slopes=torch.zeros(3))
 
 
-@pytest.mark.parametrize("name", ["sinks", "alibi_slopes", "tree_mask"])
-def test_a_cache_of_codes_takes_no_bias(name):
+@at_once("name", ["sinks", "alibi_slopes", "slopes by sequence", "tree_mask"])
+@at_once("kernel", ["torch.quantized_sdpa", "reference.attention.quantized.prefill.paged"])
+@at_once("dtype", [torch.float8_e4m3fn, torch.int8])
+@at_once("of_tokens", [False, True])
+def test_a_cache_of_codes_takes_what_one_of_floats_takes(name, kernel, dtype, of_tokens):
     call, mask = drafts()
-    codes = {each: torch.zeros(call[each].shape, dtype=torch.int8) for each in ("key_cache", "value_cache")}
-    scales = {"key_scale": torch.tensor(1.0), "value_scale": torch.tensor(1.0)}
-    bias = mask if name == "tree_mask" else torch.zeros(4)
-    with pytest.raises(lz.InvalidCallError, match=f"{name}: wanted None over a cache of int8, .*wider dtype"):
-        lz.paged_attention(**call | codes | scales, **{name: bias})
+    given = {
+        "sinks": {"sinks": torch.randn(4)},
+        "alibi_slopes": {"alibi_slopes": torch.rand(4)},
+        "slopes by sequence": {"alibi_slopes": torch.rand(4, 4)},
+        "tree_mask": {"tree_mask": mask},
+    }[name]
+    lead = call["key_cache"].shape[:3]
+    scales = {f"{each}_scale": 0.03 + 0.03 * torch.rand(lead if of_tokens else ()) for each in ("key", "value")}
+    codes, wide = {}, {}
+    for each in ("key", "value"):
+        factor = scales[f"{each}_scale"].unsqueeze(-1)
+        codes[f"{each}_cache"] = held = (call[f"{each}_cache"].nan_to_num() / factor).clamp(-127, 127).to(dtype)
+        wide[f"{each}_cache"] = (held.float() * factor).to(call["query"].dtype)
+    with lz.scope(locks={"attention.quantized.prefill.paged": kernel}):
+        output, lse = lz.paged_attention(**call | codes | scales, **given, return_lse=True)
+    with lz.scope(locks={"attention.gqa.prefill.paged": "reference.attention.gqa.prefill.paged"}):
+        wanted, sums = lz.paged_attention(**call | wide, **given, return_lse=True)
+        assert not torch.allclose(lz.paged_attention(**call | wide), wanted)
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, sums, rtol=1e-5, atol=1e-5)

@@ -137,6 +137,12 @@ class LayerZeroMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
         return LayerZeroMetadata(tokens, slots, common.causal, self._step(common), common.max_query_len)
 
 
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
     """Attention of one layer: new keys and values are written, then the queries attend over the pages."""
 
@@ -168,9 +174,11 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         self.codes = _CODES.get(kv_cache_dtype)
         if self.codes is None and kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
             problems.append(f"kv_cache_dtype: wanted that of the model or {', '.join(_CODES)}, got {kv_cache_dtype!r}")
-        if self.codes is not None:
+        if (
+            self.codes is not None and not _on_cpu()
+        ):  # the reference, which widens the whole cache, is all that is there
             problems += [
-                f"{name}: wanted None over a cache of {kv_cache_dtype}, got some"
+                f"{name}: wanted None over a cache of {kv_cache_dtype} on a GPU, got some"
                 for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks))
                 if given is not None
             ]
@@ -318,10 +326,9 @@ class LayerZeroAttentionBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...] | None:
         """On a CPU the one that vLLM's own kernels read, by heads in each page; elsewhere any."""
-        from vllm.platforms import current_platform
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
-        return (KVCacheLayout.LBHNC,) if current_platform.is_cpu() else None
+        return (KVCacheLayout.LBHNC,) if _on_cpu() else None
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -168,7 +168,7 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
             return output
         read = (cache if in_tiles else cache.transpose(1, 2) for cache in (key_cache, value_cache))
         more: dict[str, Any] = {"causal": causal} if several else {}
-        more |= {"sinks": sinks, "alibi_slopes": alibi_slopes} if several and coded == "auto" else {}
+        more |= {"sinks": sinks, "alibi_slopes": alibi_slopes} if several else {}
         scores = {"scale": scale, "window": window, "softcap": softcap, **more}
         result: Tensor = reference(query, *read, block_tables, context_lens, *others, **scores)
         return result
@@ -335,10 +335,10 @@ KERNELS = (
         tuple(each.name for each in (quantized.DECODE, quantized.PREFILL)),
         _load_attention,
         *LIMITS_CODES,
-        limit.Custom("without causal: windows to both sides", _masks),
+        limit.Custom("without causal: windows to both sides, no alibi_slopes; float32 slopes by head", _masks),
         limit.last_stride_one("query", "block_tables"),
         limit.contiguous("context_lens"),
-        accepts=("causal", "scale", "window", "softcap", "step"),
+        accepts=("causal", "scale", "window", "softcap", "sinks", "alibi_slopes", "step"),
     ),
     _over_pages(
         "vllm.cpu.append_codes",

@@ -15,7 +15,6 @@ from layerzero.core.dtypes import FLOATING, ordered
 from layerzero.ops.draw import Draw
 from layerzero.ops.paged import tiles
 from layerzero.ops.paged.declare import CACHE_LAYOUTS, listed
-from layerzero.ops.paged.mixed import OF_FLOATS
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.ragged.declare import scores, starts_of
 
@@ -296,7 +295,7 @@ def paged_attention(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     arguments = (_several_tokens if draw.chance(0.5) else _one_token)(draw, dtype)
     if "cu_seqlens_q" in arguments and "tree_mask" not in arguments and draw.chance(0.1):
         return _tile(arguments)
-    if draw.chance(0.15) and not arguments.keys() & set(OF_FLOATS):
+    if draw.chance(0.15):
         arguments = quantize(draw, arguments)
         return arguments | draw.maybe(0.3, narrow_query=lambda: True)
     return _convert(draw, arguments) if draw.chance(0.1) else arguments

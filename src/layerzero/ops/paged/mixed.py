@@ -170,8 +170,8 @@ def _guard(function: str, layout: str | None) -> Callable[..., None]:
     return look
 
 
-OF_FLOATS = ("sinks", "alibi_slopes", "tree_mask")
-"""What only several tokens a sequence over a cache of the queries' dtype may have."""
+OF_TOKENS = ("sinks", "alibi_slopes", "tree_mask")
+"""What only several tokens a sequence may have."""
 
 _BOOL = frozenset({torch.bool})
 DECODES = Param("decodes", int, None, Role.BOUND)

@@ -325,7 +325,8 @@ def _held(like: Operation, dtypes: frozenset[torch.dtype]) -> list[TensorSchema]
 
 
 def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int]) -> Operation:
-    inputs, made = [each for each in _held(like, QUANTIZED) if each.required], like.examples
+    inputs, made = _held(like, QUANTIZED), like.examples
+    required = [each for each in inputs if each.required]
     assert made is not None
     small = like.cases[0]
     allowed = Case("narrow_query", {**small.sizes, **sizes}, {**small.params, NARROW_QUERY.name: True})
@@ -333,10 +334,10 @@ def _operation(name: str, summary: str, like: Operation, sizes: Mapping[str, int
         like,
         name,
         summary,
-        (*inputs, *SCALES),
+        (*required, *SCALES, *(each for each in inputs if not each.required)),
         DERIVED,
         params=(NARROW_QUERY,),
-        reference=_reference(like.reference, len(inputs) - 3),
+        reference=_reference(like.reference, len(required) - 3),
         cases=(small, allowed),
         examples=lambda *about: {**made(*about), **examples(*about, filled=True)},
     )

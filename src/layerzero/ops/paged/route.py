@@ -15,7 +15,7 @@ from layerzero.core.reasons import ReasonCode
 from layerzero.ops.attention.route import score_problems, slope_problems, without_defaults
 from layerzero.ops.declaration import check_dense, overlaps, shape_problems, write_problems
 from layerzero.ops.paged import declare, draw, layout_record, mixed, quantized, tiles, tree
-from layerzero.ops.paged.mixed import OF_FLOATS
+from layerzero.ops.paged.mixed import OF_TOKENS
 from layerzero.ops.paged.pages import CacheList
 from layerzero.ops.paged.step import StepMetadata, step_problems, table_problems
 from layerzero.ops.ragged.starts import shape_problems as start_problems
@@ -79,7 +79,7 @@ def paged_attention(
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
         sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two. All three have a CPU kernel; on
             GPUs kernels for sinks (sm 9.x, bfloat16) and slopes wait for ``layerzero vet``, and the reference computes
-            the rest.
+            the rest, over float8 and int8 all of both.
         alibi_slopes: (H,) or (B, H).
         tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
             their places there. Row i of a chain of 3 is True up to column i. Each token sees itself, its parent and
@@ -164,7 +164,7 @@ def _problems_of_one(arguments: dict[str, Any]) -> list[str]:
     ]
     problems += [
         f"{name}: wanted cu_seqlens_q with it (0 to B for one token each), got None"
-        for name in OF_FLOATS
+        for name in OF_TOKENS
         if arguments[name] is not None
     ]
     if not isinstance(arguments["causal"], bool):
@@ -181,18 +181,6 @@ def _of_codes_alone(arguments: dict[str, Any]) -> list[str]:
         f"{name}: wanted {none} over a cache of {dtype_name(dtype)}, whose numbers have no scales, got {told(given)}"
         for name, none in (("key_scale", None), ("value_scale", None), ("narrow_query", False))
         if (given := arguments[name]) is not none
-    ]
-
-
-def _not_of_codes(arguments: dict[str, Any]) -> list[str]:
-    """What no kernel over a cache of codes knows."""
-    dtype = dtype_name(arguments["key_cache"].dtype)
-    ways = dict.fromkeys(OF_FLOATS, "keep the cache in a wider dtype")
-    ways["tree_mask"] = f"draft chains, or {ways['tree_mask']}"
-    return [
-        f"{name}: wanted None over a cache of {dtype}, got a tensor; {ways[name]}"
-        for name in OF_FLOATS
-        if arguments[name] is not None
     ]
 
 
@@ -241,11 +229,10 @@ def _operation(arguments: dict[str, Any], *, coded: bool) -> Operation:
 
 def _varies(arguments: dict[str, Any], *, coded: bool) -> tuple[str, ...]:
     """Axes whose size may differ without another route."""
-    if coded:
-        return ("batch", "tokens", "starts", "max_blocks")
+    own = {"pages"} if coded else set[str]()  # rows of these belong to pages, to sequences, or to tokens
     if arguments["cu_seqlens_q"] is None:
-        return ("batch", "max_blocks", "pages")
-    slopes, own = arguments["alibi_slopes"], set[str]()  # rows of these belong to sequences, or to tokens
+        return tuple(each for each in ("batch", "max_blocks", "pages") if each not in own)
+    slopes = arguments["alibi_slopes"]
     own |= {"batch", "starts"} if slopes is not None and slopes.ndim == 2 else set()
     own |= {"tokens"} if arguments["tree_mask"] is not None else set()
     return tuple(each for each in ("tokens", "batch", "starts", "max_blocks", "pages") if each not in own)
@@ -302,8 +289,7 @@ def _route(arguments: dict[str, Any], default_layout: str | None) -> Routed:
     if one:
         problems += step_problems(arguments["step"], arguments["block_tables"], arguments["context_lens"])
     else:
-        problems += _problems_of_several(arguments)
-        problems += _not_of_codes(arguments) if coded else _bias_problems(arguments)
+        problems += _problems_of_several(arguments) + _bias_problems(arguments)
     operation = _operation(arguments, coded=coded)
     canonical = without_defaults(operation, arguments, arguments["query"].shape[-1], newest=one)
     problems += operation.schema.validate(layout=layout, **canonical)
