@@ -244,11 +244,10 @@ def _sharing(model: Any) -> str:
     A model around this one counts as this one, and so does what lies in it.
     """
     mine = [each for each in configs_of(model) if each._attn_implementation != NAME]
-    own, kind = {id(vars(each)) for each in model.modules()}, sys.modules["transformers"].PreTrainedModel
+    kind, own = sys.modules["transformers"].PreTrainedModel, {id(at) for of in model.modules() for at in (of, vars(of))}
     holders = gc.get_referrers(*mine)  # models themselves where Python has made no dict of their attributes
     states = [each for each in holders if type(each) is dict and "_modules" in each and id(each) not in own]
-    inner = {id(each) for each in model.modules()}
-    owners = (*[each for each in holders if id(each) not in inner], *(gc.get_referrers(*states) if states else ()))
+    owners = (*[each for each in holders if id(each) not in own], *(gc.get_referrers(*states) if states else ()))
     found = [each for each in owners if isinstance(each, kind) and any(vars(each).get("config") is one for one in mine)]
     around = {id(one) for each in found if any(one is model for one in each.modules()) for one in each.modules()}
     others = [each for each in found if id(each) not in around]
