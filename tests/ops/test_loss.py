@@ -145,6 +145,19 @@ def test_the_mean_of_no_row_is_nan_and_leaves_weights_alone(kernel):
         assert not each.any()
 
 
+@pytest.mark.parametrize("kernel", WAYS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_row_that_counts_nowhere_may_be_nan(kernel, reduction):
+    """torch.nn.functional.linear_cross_entropy weighs it by 0 (torch 2.13): the loss of all rows was NaN."""
+    hidden, weight, target = made()
+    target[2] = -100
+    with locked(kernel), torch.no_grad():
+        wanted = lz.linear_cross_entropy(hidden, weight, target, reduction=reduction)
+        hidden[2] = torch.nan
+        torch.testing.assert_close(lz.linear_cross_entropy(hidden, weight, target, reduction=reduction), wanted)
+    assert not wanted.isnan().any()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_second_backward_pass_gives_the_same_again(few_rows, reduction):
     """As losses that are weighed by the gradients of each alone ask for; it raised."""

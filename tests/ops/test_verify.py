@@ -198,6 +198,26 @@ def test_a_draft_of_no_probabilities_is_refused(parents, kernel, number, told):
         lz.verify_speculative(torch.zeros(1, 2, dtype=torch.int64), torch.full((1, 3, 4), 0.25), drafted, parents)
 
 
+@at_once("nothing", [-1, VOCAB, 2**31 - 1])
+@at_once("dtype", [torch.int32, torch.int64])
+@at_once("given", [{}, {"seed": 1, "parents": [[-1, 0], [-1, 0]]}, {"greedy": True}, {"drafts": True}])
+@at_once("kernel", ["torch.verify*", "reference.*"])
+def test_what_stands_behind_a_rows_nodes_is_no_token(kernel, given, dtype, nothing):
+    """Padding of -1 ended in an IndexError and a kernel that rested, beyond the vocabulary on each way."""
+    target, more = rows(2, 3), {name: value for name, value in given.items() if name in ("greedy", "seed")}
+    parents = torch.tensor(given["parents"], dtype=dtype) if "parents" in given else None
+    drafts = rows(2, 2, seed=1) if "drafts" in given else None
+    more |= {} if "greedy" in given else {"seed": 1}
+    found = []
+    with lz.prefer(kernel):
+        for behind in (nothing, 0):
+            ids = torch.tensor([[3, behind], [1, 2]], dtype=dtype)
+            lens = torch.tensor([1, 2], dtype=dtype)
+            found.append(lz.verify_speculative(ids, target, drafts, parents, draft_lens=lens, **more))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert bool((found[0][0][0, 2:] == -1).all())
+
+
 class Largest(TorchDispatchMode):
     """Bytes of the largest tensor that is made while it is entered."""
 

@@ -134,7 +134,7 @@ def _load_chain(facts: Facts) -> Callable[..., Any]:
             check_draft(draft_probs, "sampling.verify", draft_lens)
         own = formulas.generator_of(seed, generator, target.device)
         batch, count = draft_ids.shape
-        tokens = draft_ids.long().unsqueeze(-1)
+        tokens = formulas.tokens_of(draft_ids, draft_lens).unsqueeze(-1)
         marks = formulas.marks_of(draft_ids, torch.float32, own, seed_by_row)
         if draft_probs is not None:
             marks = marks * formulas.probabilities(draft_probs.detach().gather(-1, tokens), logits=False).squeeze(-1)

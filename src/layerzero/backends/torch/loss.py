@@ -59,8 +59,11 @@ def _load_torchs(facts: Facts) -> Callable[..., Any]:
         reduction: str = "mean",
     ) -> Tensor:
         flat = target.reshape(-1).long()
+        rows, counted = hidden.reshape(-1, hidden.shape[-1]), flat != ignore_index
+        if not bool(counted.all()):  # it weighs rows that count nowhere by 0, and 0 times their NaN is NaN
+            rows = rows.masked_fill(~counted.unsqueeze(-1), 0.0)
         found: Tensor = compute(
-            hidden.reshape(-1, hidden.shape[-1]),
+            rows,
             weight,
             flat,
             linear_bias=bias,
@@ -73,7 +76,6 @@ def _load_torchs(facts: Facts) -> Callable[..., Any]:
             return found.view(target.shape)
         if reduction == "sum":
             return found
-        counted = flat != ignore_index
         weighed = counted if class_weight is None else counted * class_weight.take(flat.masked_fill(~counted, 0))
         divisor = weighed.sum()
         return torch.where(divisor == 0, torch.nan, found / divisor.masked_fill(divisor == 0, 1))

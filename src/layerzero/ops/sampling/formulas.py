@@ -237,12 +237,13 @@ def walked(
     rows = torch.arange(batch, device=draft_ids.device)
     marks = marks_of(draft_ids, target_probs.dtype, generator, seeds)
     parents = parents if lens is None else parents.masked_fill(~within(draft_ids, lens), BEHIND)
+    draft_ids = tokens_of(draft_ids, lens)
     ids = draft_ids.new_full((batch, count + 1), -1, dtype=torch.int64)
     nodes = draft_ids.new_full((batch, count), -1, dtype=torch.int64)
     last, depth = torch.full_like(rows, -1), torch.zeros_like(rows)
     left = target_probs[:, 0]
     for node in range(count):
-        token = draft_ids[:, node].long()
+        token = draft_ids[:, node]
         own = None if draft_probs is None else draft_probs[:, node]
         asked = marks[:, node] if own is None else marks[:, node] * own[rows, token]
         tried = parents[:, node] == last
@@ -266,6 +267,11 @@ NEXT = -2
 def within(draft_ids: Tensor, lens: Tensor) -> Tensor:
     """Which nodes are among the first so many of their row. Shapes: (B, N), (B,) → (B, N)."""
     return torch.arange(draft_ids.shape[1], device=draft_ids.device) < lens.unsqueeze(-1)
+
+
+def tokens_of(draft_ids: Tensor, lens: Tensor | None) -> Tensor:
+    """The drafted tokens; 0 behind those of a row, where numbers may stand that are no token, such as -1."""
+    return (draft_ids if lens is None else draft_ids.masked_fill(~within(draft_ids, lens), 0)).long()
 
 
 def marks_of(draft_ids: Tensor, dtype: torch.dtype, generator: torch.Generator | None, seeds: Tensor | None) -> Tensor:
@@ -325,8 +331,9 @@ def chances(
     reach, stay = (target_probs.new_full((batch, count + 1), value) for value in (0.0, 1.0))
     reach[:, 0] = 1
     depths = torch.zeros((batch, count + 1), dtype=torch.int64, device=draft_ids.device)
+    draft_ids = tokens_of(draft_ids, lens)
     for node in range(count):
-        above, token = parents[:, node].long() + 1, draft_ids[:, node].long()
+        above, token = parents[:, node].long() + 1, draft_ids[:, node]
         known = above <= node  # where its parent comes later, the walk never comes back to it
         if lens is not None:
             known = known & (node < lens)
