@@ -273,6 +273,16 @@ def test_a_weight_that_is_gone_is_not_looked_into():
     assert packed.is_gone
 
 
+def test_a_weight_that_is_gone_takes_its_memory_along():
+    """What is compared in its memory kept that, as long as the packed weight lived."""
+    weight = torch.randn(64, 64)
+    packed, memory = lz.PackedWeight(weight), weight.untyped_storage()._weak_ref()
+    del weight
+    assert packed.is_gone
+    assert torch.UntypedStorage._expired(memory)
+    torch.UntypedStorage._free_weak_ref(memory)
+
+
 def test_a_weight_whose_memory_is_exchanged_meanwhile_is_looked_into_safely():
     weight = torch.randn(1024, 1024)
     packed = lz.PackedWeight(weight)

@@ -157,6 +157,15 @@ def test_a_packed_form_is_made_once_of_the_weight_as_it_is():
     torch.testing.assert_close(lz.quantized_linear(X, known), X @ known.dequantized(torch.float32).t())
 
 
+def test_writes_into_a_scale_that_torch_does_not_count_are_seen_in_memory():
+    """A form that was made before went on giving what the scales gave then."""
+    known = weight(GPTQ)
+    known.packed.form("a kernel", lambda given: (given.codes.numbers, 1))
+    known.fields.scale.data.mul_(2.0)
+    with pytest.raises(lz.InvalidCallError, match="written into"):
+        lz.quantized_linear(X, known)
+
+
 def test_a_packed_weight_of_other_tensors_is_refused():
     known, other = weight(GPTQ), weight(GPTQ, seed=2)
     mixed = lz.QuantizedWeight(known.format, known.shape, known.fields.data, other.fields.scale, known.fields.zero)

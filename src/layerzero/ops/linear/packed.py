@@ -139,9 +139,14 @@ class PackedWeight(Handle):
         elif problem := _problem(weight):
             raise InvalidCallError("PackedWeight", [problem])
         super().__init__((weight,), DENSE if dense else PACKED)
-        slots = self._slots
-        self._weight = weakref.ref(weight, lambda _: slots.clear())
-        self._glance: Glance | None = Glance(weight)
+        slots, glances = self._slots, list[Glance]()
+
+        def gone(_: object) -> None:
+            slots.clear()
+            glances.clear()  # which keep the memory that they look into
+
+        self._weight, self._glances = weakref.ref(weight, gone), glances
+        glances.extend(self._glances_now())
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -189,14 +194,12 @@ class PackedWeight(Handle):
     @property
     def is_stale(self) -> bool:
         """Whether the weight was written into or moved since; only where it lies as before is it looked into."""
-        glance = self._glance  # once: another thread may make another
-        return self._versions != self._current_versions() or (glance is not None and glance.differs)
+        return self._versions != self._current_versions() or any(each.differs for each in self._glances)
 
     @property
     def is_late(self) -> bool:
         """Whether a write was seen that calls before may have missed."""
-        glance = self._glance
-        return glance is not None and glance.late
+        return any(each.late for each in self._glances)
 
     @property
     def is_gone(self) -> bool:
@@ -230,7 +233,7 @@ class PackedWeight(Handle):
         """
         slot = self._slots.get(owner)
         if slot is None:
-            if (glance := self._glance) is not None:
+            for glance in self._glances:
                 glance.sum_up()
             slot = self.slot(owner, lambda packed: _packing(packed, pack))
         return cast(Packing, slot).form
@@ -240,8 +243,12 @@ class PackedWeight(Handle):
         with self._lock:
             self._slots.clear()
             self._versions = self._current_versions()
-            weight = self._weight()
-            self._glance = None if weight is None else Glance(weight)
+            self._glances[:] = self._glances_now()
+
+    def _glances_now(self) -> list[Glance]:
+        """What stands in the memory of the weight and, of a quantised one, of its scales and all else it has."""
+        tensors = [each() for each in (self._weight, *self._others)]
+        return [] if tensors[0] is None else [Glance(each) for each in tensors if each is not None]
 
 
 def _nothing() -> None:
