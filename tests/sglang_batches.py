@@ -167,8 +167,8 @@ class Drawn:
         ]
         return self.query.flatten(1), *new, self.layer, self.batch
 
-    def wanted(self, pool_dtype=None):
-        """In float64, over what the pool holds of each number."""
+    def wanted(self, pool_dtype=None, window=None):
+        """In float64, over what the pool holds of each number; a window counts depths of drafts."""
         found, begin, width = [], 0, self.heads // self.kv_heads
         for sees, count, *told in zip(self.sees, self.counts, self.keys, self.values, strict=True):
             held = [
@@ -178,6 +178,10 @@ class Drawn:
             keys, values = (each.repeat_interleave(width, 1) for each in held)
             scores = torch.einsum("qhd,khd->hqk", self.query[begin : begin + count].double(), keys) * self.scale
             scores[..., len(keys) - count :].masked_fill_(~sees, float("-inf"))
+            if window is not None:
+                depth = sees.sum(1) - 1
+                far = depth.unsqueeze(1) - torch.cat((torch.arange(count - len(keys), 0), depth))
+                scores.masked_fill_(far > window, float("-inf"))
             found.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).flatten(1))
             begin += count
         return torch.cat(found)

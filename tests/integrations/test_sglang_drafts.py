@@ -145,13 +145,17 @@ def test_drafts_in_another_form_are_refused(sglang, changes, told):
         sglang.LayerZeroAttnBackend(drawn.runner).init_forward_metadata(drawn.batch)
 
 
-def test_a_tree_in_a_window_and_pools_in_another_form_are_refused(sglang):
-    drawn = Drawn(0, "tree")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_drafts_in_a_window_see_what_their_branch_alone_would(sglang, kind, seed):
+    drawn = Drawn(seed, kind)
     backend = sglang.LayerZeroAttnBackend(drawn.runner)
     backend.init_forward_metadata(drawn.batch)
-    drawn.layer.sliding_window_size = 4
-    with pytest.raises(NotImplementedError, match="spec_info: wanted a chain of drafts in a sliding window"):
-        backend.forward_extend(*drawn.call(at))
+    drawn.layer.sliding_window_size = 3
+    close(backend.forward_extend(*drawn.call(at)), drawn.wanted(window=3))
+
+
+def test_pools_in_another_form_are_refused(sglang):
     for name, given in (("kv_cache_layout", "vectorized_5d"), ("k_scale_buffer", [torch.ones(1)])):
         drawn = Drawn(0, "decode")
         backend = sglang.LayerZeroAttnBackend(drawn.runner)

@@ -64,7 +64,7 @@ def test_branches_of_drafts_beside_what_was_cached(interpreter, columns):
         "layout": "NHD",
     }
     kernel, name = next((here(kernel), each) for kernel, each in OURS if each == "attention.gqa.prefill.paged")
-    for more in ({}, {"window": (6, 0)}, {"softcap": 5.0, "sinks": torch.randn(heads)}, {"return_lse": True}):
+    for more in ({}, {"softcap": 5.0, "sinks": torch.randn(heads)}, {"return_lse": True}):
         moved = {
             key: each.to(DEVICE) if isinstance(each, torch.Tensor) else each for key, each in (arguments | more).items()
         }

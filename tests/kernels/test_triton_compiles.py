@@ -42,7 +42,7 @@ VARIANTS = {
     "tree": {"tree_mask": 4},
     "narrow tree": {"tree_mask": 1},
     "lse": {"return_lse": True},
-    "all": {"window": (6, 0), "softcap": 5.0, "sinks": True, "tree_mask": 4, "return_lse": True},
+    "all": {"softcap": 5.0, "sinks": True, "tree_mask": 4, "return_lse": True},
 }
 
 

@@ -40,25 +40,29 @@ def drafts():
 
 @pytest.mark.parametrize("kernel", ["torch.paged_sdpa", "reference.attention.gqa.prefill.paged"])
 @pytest.mark.parametrize("window", [None, (2, 0)])
-def test_drafts_see_their_ancestors_and_what_was_cached_before(kernel, window):
+@pytest.mark.parametrize("slopes", [None, (), (4,)], ids=["no slopes", "slopes", "slopes by sequence"])
+def test_drafts_see_their_ancestors_and_what_was_cached_before(kernel, window, slopes):
+    """Windows and slopes count depths, as each branch alone would have it."""
     call, mask = drafts()
+    biases = {} if slopes is None else {"alibi_slopes": torch.rand(*slopes, 4, dtype=torch.float64)}
     with lz.scope(locks={"attention.gqa.prefill.paged": kernel}):
-        output, lse = lz.paged_attention(**call, tree_mask=mask, window=window, return_lse=True)
-        chains = lz.paged_attention(**call, window=window)
-    assert torch.equal(output[[0, 1, 2]], chains[[0, 1, 2]])
+        output, lse = lz.paged_attention(**call, tree_mask=mask, window=window, **biases, return_lse=True)
+        chains = lz.paged_attention(**call, window=window, **biases)
+    assert torch.allclose(output[[0, 1, 2]], chains[[0, 1, 2]])
     assert torch.allclose(output[6:], chains[6:])
     whole = {name: call[name] for name in ("key_cache", "value_cache")}
     keys, values = (each[call["block_tables"][1, :2].long()].flatten(0, 1)[:7] for each in whole.values())
-    seen = torch.cat((torch.ones(5, 2, dtype=torch.bool), mask[1:6, :5]), 1)
-    if window is not None:
-        places = torch.arange(7)
-        seen &= places >= (torch.arange(5) + 2 - window[0]).unsqueeze(1)
-    each = {"query": call["query"][1:6], "key": keys, "value": values}
-    wanted, sums = attention_reference(
-        **{name: tensor.unsqueeze(0) for name, tensor in each.items()}, attn_mask=seen, return_lse=True
-    )
-    assert torch.allclose(output[1:6], wanted[0])
-    assert torch.allclose(lse[:, 1:6], sums[0])
+    for node, ancestors in enumerate(([0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4])):  # what a branch alone would hold
+        of_branch = [0, 1, *(2 + each for each in ancestors)]
+        wanted, sums = attention_reference(
+            call["query"][None, 1 + node : 2 + node],
+            *(each[None, of_branch] for each in (keys, values)),
+            window=window,
+            return_lse=True,
+            **{name: each[1:2] if slopes else each for name, each in biases.items()},
+        )
+        assert torch.allclose(output[1 + node], wanted[0, 0])
+        assert torch.allclose(lse[:, 1 + node], sums[0, :, 0])
 
 
 @pytest.mark.parametrize("by_sequence", [False, True])

@@ -26,6 +26,7 @@ from layerzero.backends.shape_cache import triton_cache
 from layerzero.core import limits as limit
 from layerzero.core.facts import MAX_ALIGNMENT_BYTES, Facts, TensorFacts
 from layerzero.core.kernel import Backend
+from layerzero.core.reasons import ReasonCode
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged.starts import sequences_of
 
@@ -180,6 +181,11 @@ KERNELS = (
         *limit.dims("head_dim", "value_dim", max=256),
         limit.last_stride_one("query", "key_cache", "value_cache", "block_tables", "tree_mask"),
         limit.contiguous("context_lens", "cu_seqlens_q", "sinks"),
+        limit.rule(  # it would count places, where a window counts depths
+            "window: none with tree_mask",
+            lambda facts: facts["window"] is None or "tree_mask" not in facts.tensors,
+            code=ReasonCode.WINDOW_UNSUPPORTED,
+        ),
         layout="NHD",
         accepts=("causal", "scale", "window", "softcap", "sinks", "tree_mask", "return_lse"),
         cache_folder=triton_cache,

@@ -210,8 +210,6 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
         if self.is_captured and (scales or q.dtype is torch.float32):
             got = keys.dtype if scales else q.dtype
             problems.append(f"step: wanted a CUDA graph of 16 bits, got {got}; pass disable_cuda_graph=True")
-        if self.tree is not None and window is not None:
-            problems.append("spec_info: wanted a chain of drafts in a sliding window, got a tree")
         _refuse(problems)
         if save_kv_cache and k is not None and v is not None:
             told = (layer.k_scale, layer.v_scale) if scales else ()

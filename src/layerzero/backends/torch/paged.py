@@ -31,7 +31,7 @@ from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.append import append_paged_kv_
 from layerzero.ops.paged.pages import CacheList, converted_dtype, gathered, has_numbers, tokens_of
-from layerzero.ops.paged.tree import of_sequence
+from layerzero.ops.paged.tree import of_sequence, scored
 
 _SMALL = 2**17
 """Bytes of a sequence's keys up to which all sequences are gathered at once on a CPU.
@@ -166,22 +166,33 @@ def load_each(facts: Facts) -> Callable[..., Any]:
         query: Tensor,
         *pages: Tensor,
         causal: bool = True,
+        window: tuple[int, int] | None = None,
         alibi_slopes: Tensor | None = None,
         tree_mask: Tensor | None = None,
         **scores: Any,
     ) -> Any:
         key_cache, value_cache, block_tables, context_lens, cu_seqlens_q = pages
         lengths = [*zip(pairwise(cu_seqlens_q.tolist()), context_lens.tolist(), strict=True)]
+        by_depth = tree_mask is not None and (window is not None or alibi_slopes is not None)
+        each = [*alibi_slopes] if by_sequence and alibi_slopes is not None else [alibi_slopes] * len(lengths)
 
         def sequences() -> Iterator[Slice]:
             for row, ((first, last), length) in enumerate(lengths):
                 pages = block_tables[row, : -(-length // page_size)]
                 keys, values = (_dense(tokens_of(cache, pages, length)) for cache in (key_cache, value_cache))
-                slopes = alibi_slopes[row] if by_sequence and alibi_slopes is not None else alibi_slopes
-                yield query[first:last], keys, values, slopes
+                yield query[first:last], keys, values, None if by_depth else each[row]
 
-        masks = (of_sequence(tree_mask, first, last, length) for (first, last), length in lengths)
-        return attend_each(sequences(), query, causal=causal, masks=masks, attend=attend, **scores)
+        def masks() -> Iterator[Tensor | None]:
+            wide = torch.promote_types(query.dtype, torch.float32)
+            for row, ((first, last), length) in enumerate(lengths):
+                if tree_mask is None or not by_depth:
+                    yield of_sequence(tree_mask, first, last, length)
+                else:
+                    here = cu_seqlens_q.new_tensor([0, last - first]), context_lens[row : row + 1], last - first, length
+                    yield scored(tree_mask[first:last], *here, window, each[row], wide)[0]
+
+        scores["window"] = None if by_depth else window
+        return attend_each(sequences(), query, causal=causal, masks=masks(), attend=attend, **scores)
 
     return run
 

@@ -42,6 +42,8 @@ def paged_tokens_reference(
     cu_seqlens_q: Tensor,
     *,
     tree_mask: Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
     max_context_len: int | None = None,
     max_seqlen_q: int | None = None,
     decodes: int | None = None,
@@ -60,13 +62,17 @@ def paged_tokens_reference(
     longest = longest_of(cu_seqlens_q, query.shape[0], max_seqlen_q)
     mask = None
     if tree_mask is not None:
-        mask = tree.of_keys(tree_mask, cu_seqlens_q, context_lens, longest, keys.shape[1])
+        places = cu_seqlens_q, context_lens, longest, keys.shape[1]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        mask, window, alibi_slopes = tree.scored(tree_mask, *places, window, alibi_slopes, wide), None, None
     result = attention_reference(
         to_the_right(query, cu_seqlens_q, longest),
         keys,
         values,
         attn_mask=mask,
         kv_lens=context_lens,
+        window=window,
+        alibi_slopes=alibi_slopes,
         **{"causal": True, **scores},
     )
     found: Tensor | tuple[Tensor, Tensor] = without_padding(result, cu_seqlens_q, query.shape[0])

@@ -84,7 +84,7 @@ def paged_attention(
         tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
             their places there. Row i of a chain of 3 is True up to column i. Each token sees itself, its parent and
             what that one sees. Sequences with more new tokens than columns are chains. ``window`` and slopes count
-            places, not depths: behind a sibling a query loses one of the oldest keys more than in a chain.
+            depths: a token is as far behind what was cached as it has ancestors in its row.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host

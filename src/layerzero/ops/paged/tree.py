@@ -134,6 +134,37 @@ def of_keys(mask: Tensor, cu_seqlens_q: Tensor, context_lens: Tensor, rows: int,
     return (seen | (counts > columns).view(-1, 1, 1)).unsqueeze(1)
 
 
+def scored(
+    mask: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    rows: int,
+    keys: int,
+    window: tuple[int, int] | None,
+    slopes: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """:func:`of_keys` with what a window and slopes add, which count depths: a node's is that of its row's tokens.
+
+    Shapes: as there, slopes (H,) or (B, H) → (B, 1 or H, rows, keys), bool, or ``dtype`` with slopes.
+    """
+    seen = of_keys(mask, cu_seqlens_q, context_lens, rows, keys)
+    if slopes is None and (window is None or window[0] < 0):
+        return seen
+    counts, columns = lengths_of(cu_seqlens_q).unsqueeze(1), mask.shape[1]
+    numbers = torch.arange(max(rows, keys, columns), device=mask.device)
+    own = to_the_right(mask, cu_seqlens_q, rows) & (numbers[:columns] < counts.unsqueeze(1))
+    depth = torch.where(counts > columns, numbers[:rows] - rows + counts, own.sum(2) - 1)
+    new = numbers[:keys] - context_lens.unsqueeze(1) + counts  # which new token a key is
+    of_key = depth.gather(1, (new + rows - counts).clamp(0, max(rows - 1, 0))) if rows else new
+    far = (depth.unsqueeze(2) - torch.where(new < 0, new, of_key).unsqueeze(1)).unsqueeze(1)
+    if window is not None and window[0] >= 0:
+        seen = seen & (far <= window[0])
+    if slopes is None:
+        return seen
+    return (-slopes.to(dtype).view(-1, slopes.shape[-1], 1, 1) * far).masked_fill(~seen, -torch.inf)
+
+
 def of_sequence(mask: Tensor | None, first: int, last: int, length: int) -> Tensor | None:
     """The mask (queries, keys) of one sequence; None where it is a chain."""
     count = last - first
