@@ -6,6 +6,7 @@ examples/kubernetes.yaml runs it. In an engine with an ASGI server, mount ``laye
 from __future__ import annotations
 
 import argparse
+import queue
 import signal
 
 import torch
@@ -15,13 +16,14 @@ import layerzero as lz
 
 def main(host: str, port: int) -> None:
     """Serve probes until a signal ends it."""
-    signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before any thread begins: they inherit it
+    received: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for each in (signal.SIGTERM, signal.SIGINT):  # a mask would not do: numpy's threads began with its import
+        signal.signal(each, lambda number, _: received.put(number))
     server = lz.serve_health(port, host=host, sets=["decoder"])  # first: a slow start is alive, and not yet ready
     print(f"probes on {server.url}", flush=True)
     lz.warmup("rms_norm", [(8, 4096)])
     lz.rms_norm(torch.randn(8, 4096), torch.ones(4096))  # here a model would serve, on other threads
-    print(f"ended by {signal.Signals(signal.sigwait(signals)).name}")
+    print(f"ended by {signal.Signals(received.get()).name}")
     server.close()
 
 
