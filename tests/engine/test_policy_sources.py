@@ -61,6 +61,47 @@ def test_wrong_environment_variables_are_refused(variable, text, wanted):
     assert wanted in str(caught.value)
 
 
+@pytest.mark.parametrize("text", [
+    "deny: [torch]\ndeny: []\n",
+    "cache: {max_size: 5}\ncache: {enabled: false}\n",
+    "locks: {norm.rms: torch.rms_norm, norm.rms: reference.norm.rms}\n",
+    "rules: [{match: {operation: attention, operation: norm.rms}, avoid: [torch]}]\n",
+])  # fmt: skip
+def test_a_key_of_a_file_that_comes_twice_is_refused(text, tmp_path):
+    file = tmp_path / "layerzero.yaml"
+    file.write_text(text)
+    with pytest.raises(lz.PolicyError, match=r"layerzero\.yaml: not valid YAML: wanted every key once, got '.*' twice"):
+        lz.load_config(file)
+
+
+def test_what_a_file_merges_may_say_a_key_again(tmp_path):
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("rules: [{match: &every {operation: attention, dtype: float32}, avoid: [torch]},\n"
+                    "  {match: {<<: *every, dtype: float64}, avoid: [torch]}]\n")  # fmt: skip
+    lz.load_config(file)
+    assert len(config.CONFIGURATION.policy.rules) == 2
+
+
+@pytest.mark.parametrize("twice", [
+    {"prefer": ["torch"], "prefer_sources": []},
+    {"cache.max_size": 5, "cache": {"max_size": 7}},
+    {"perfdb": {"auto_tune": True}, "auto_tune_on_warmup": False},
+])  # fmt: skip
+def test_a_setting_that_comes_twice_by_two_names_is_refused(twice):
+    with pytest.raises(lz.PolicyError, match="wanted one value of .*, got two; leave one out"):
+        lz.configure(**twice)
+
+
+@pytest.mark.parametrize(("first", "second", "same", "other"), [
+    ("LAYERZERO_DISABLED", "LAYERZERO_ENABLED", "0", "1"),
+    ("LAYERZERO_LOG_SELECTIONS", "LAYERZERO_VERBOSE", "1", "0"),
+])  # fmt: skip
+def test_variables_that_contradict_each_other_are_refused(first, second, same, other):
+    assert config.Configuration({first: same, second: "1"}).policy
+    with pytest.raises(lz.PolicyError, match=f"{first} and {second}: wanted one value of .*, got .*; unset one"):
+        assert config.Configuration({first: other, second: "1"}).policy
+
+
 def test_lock_attention_covers_every_operation_that_has_the_kernel(attention, monkeypatch):
     monkeypatch.setenv("LAYERZERO_LOCK_ATTENTION", "torch.sdpa.math")
     config.CONFIGURATION.reset()

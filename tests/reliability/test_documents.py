@@ -81,6 +81,14 @@ def test_frozen_choices_of_calls_that_cannot_be_are_differences(place, value):
     assert lz.frozen() is None
 
 
+def test_frozen_choices_of_settings_that_are_no_such_text_are_a_difference():
+    lz.rms_norm(*CALL)
+    frost = msgspec.structs.replace(lz.freeze(), settings="none").sealed()
+    lz.thaw()
+    with pytest.raises(lz.FrozenChoiceError, match="settings: wanted"):
+        lz.freeze(frost)
+
+
 def test_choices_of_calls_with_a_handle_are_frozen_and_verified(tmp_path):
     tables, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
     query, cache = torch.randn(1, 1, 4, 64), torch.randn(4, 16, 2, 64)

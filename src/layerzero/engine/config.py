@@ -30,7 +30,6 @@ layers of vLLM are replaced before LayerZero is imported there."""
 
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off", ""})
 
-
 _MAX_POLICIES = 256
 
 
@@ -227,8 +226,19 @@ def plain_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The keys and values of a YAML file. Raises: PolicyError for what is no such file."""
     import yaml  # most processes read no file
 
+    class Loader(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            """Read a mapping. Raises: YAMLError for a key that comes twice: the first one would be dropped."""
+            node, keys = super().compose_mapping_node(anchor), set[object]()
+            for key, _ in node.value:
+                if (key.tag, str(key.value)) in keys:
+                    wanted = f"wanted every key once, got {key.value!r} twice"
+                    raise yaml.composer.ComposerError(None, None, wanted, key.start_mark)
+                keys.add((key.tag, str(key.value)))
+            return node
+
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)  # noqa: S506  # a safe one
     except OSError as error:
         raise PolicyError(f"{path}: wanted a file of settings, got: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # no UTF-8, a date that is none, endless nesting
@@ -278,9 +288,13 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _checked_variables(environment: Mapping[str, str]) -> dict[str, Any]:
     """What all variables set. Raises: PolicyError that names the variable, in place of the key that it sets."""
-    values = environment_settings(environment)
-    for variable in [each for each in environment if each.startswith(PREFIX)]:
+    values, said = environment_settings(environment), dict[str, tuple[str, Any]]()
+    for variable in sorted(each for each in environment if each.startswith(PREFIX)):
         for name, value in environment_settings({variable: environment[variable]}).items():
+            other, before = said.setdefault(name, (variable, value))
+            if name != "locks" and other != variable and before != value:
+                got = f"got {before!r} and {value!r}; unset one"
+                raise PolicyError(f"environment: {other} and {variable}: wanted one value of {name}, {got}")
             try:
                 checked({name: value}, "")
             except PolicyError as error:
@@ -334,7 +348,6 @@ def _scalar(variable: str, text: str, kind: Any) -> Any:
 CONFIGURATION = Configuration()
 """The settings of this process."""
 
-
 SCOPES = Scopes(CONFIGURATION)
 """The scopes of this process."""
 
@@ -369,7 +382,10 @@ def unlike(wanted: str, here: str) -> list[str]:
     (first, _, theirs), (second, _, mine) = wanted.partition(" "), here.partition(" ")
     if first == second:
         return []
-    known, ours = (msgspec.json.decode(each, type=dict[str, str]) for each in (theirs, mine))
+    try:
+        known, ours = (msgspec.json.decode(each, type=dict[str, str]) for each in (theirs, mine))
+    except msgspec.MsgspecError as error:
+        return [f"settings: wanted {here}, got {wanted!r}: {error}"]
     keys = [key for key in sorted({*known, *ours}) if known.get(key) != ours.get(key)]
     default = "its default"
     found = [f"settings: {key}: wanted {known.get(key, default)}, got {ours.get(key, default)}" for key in keys]

@@ -315,19 +315,19 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def flatten(values: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Turn nested sections (``cache: {max_size: 1}``) into dotted keys.
 
-    Raises: PolicyError for a section that is none.
+    Raises: PolicyError for a section that is none, and for a key that comes twice, by whatever names.
     """
     flat: dict[str, Any] = {}
     sections = {key.split(".")[0] for key in (*SETTINGS, *ALIASES) if "." in key}
     for key, value in values.items():
-        name = ALIASES.get(key, key)
-        if name in sections and name not in SETTINGS:
-            if not isinstance(value, Mapping):
-                raise PolicyError(f"{origin}: {key}: wanted a section with keys, got {value!r}")
-            for inner, inner_value in value.items():
-                flat[ALIASES.get(f"{name}.{inner}", f"{name}.{inner}")] = inner_value
-        else:
-            flat[name] = value
+        nested = key in sections and key not in SETTINGS
+        if nested and not isinstance(value, Mapping):
+            raise PolicyError(f"{origin}: {key}: wanted a section with keys, got {value!r}")
+        for said, each in [(f"{key}.{inner}", each) for inner, each in value.items()] if nested else [(key, value)]:
+            name = ALIASES.get(said, said)
+            if name in flat:
+                raise PolicyError(f"{origin}: {said}: wanted one value of {name}, got two; leave one out")
+            flat[name] = each
     return flat
 
 
