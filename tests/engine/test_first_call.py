@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 import layerzero as lz
 from layerzero.engine import dispatch, legality
-from layerzero.engine.config import current_policy
+from layerzero.engine.config import CONFIGURATION, current_policy
 from layerzero.engine.functions import CALLS
+from layerzero.ops import FUNCTIONS
 
 FRESH = """
 import json, sys, torch, warnings
@@ -134,3 +136,25 @@ def test_where_nothing_is_legal_the_error_has_every_reason(asked):
     assert asked == [False]
     codes = {reason.code for reason in caught.value.failures["torch.sdpa.math"]}
     assert codes >= {lz.ReasonCode.SOFTCAP_UNSUPPORTED}
+
+
+def test_a_function_that_is_made_while_settings_change_hears_of_it(monkeypatch):
+    """An epoch between its first table and its place among the others left hits under the policy before."""
+
+    class Slow(dispatch.PlanCache):
+        def publish(self, policy):
+            super().publish(policy)
+            if not changing:
+                changing.append(threading.Thread(target=lambda: lz.configure(strict_mode=True)))
+                changing[0].start()
+                changing[0].join(0.2)  # done, or it waits for this thread
+
+    changing = []
+    monkeypatch.setattr(dispatch, "PlanCache", Slow)
+    made = dispatch.Dispatcher(FUNCTIONS["rms_norm"])
+    changing[0].join()
+    try:
+        assert CONFIGURATION.policy.strict_mode
+        assert made.cache.current is made.cache.table(CONFIGURATION.policy)
+    finally:
+        dispatch.ENGINE.forget("none", made.cache)

@@ -126,6 +126,12 @@ class Engine:
         report = proofs.invariance_noted(report, policy) if policy.invariant else report
         return report if frozen is None else frozen.held(report, policy), ordered
 
+    def keep_current(self, cache: PlanCache) -> None:
+        """Let a new function's cache hear of every epoch from now on."""
+        with self._lock:  # else a policy that is replaced meanwhile would stay the one of its hits
+            cache.publish(CONFIGURATION.policy)
+            self.caches = [*self.caches, cache]
+
     def forget(self, function: str, cache: PlanCache) -> None:
         """Forget plans and calls of a function that is taken back."""
         self.history.forget(function)
@@ -163,8 +169,7 @@ class Dispatcher:
         self.names = tuple(each.name for each in function.parameters)
         self.order = tuple(each.name for each in function.parameters if each.name in function.tensors)
         self.cache = PlanCache()
-        self.cache.publish(CONFIGURATION.policy)
-        engine.caches.append(self.cache)
+        engine.keep_current(self.cache)
 
     def tensors(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call, in the order of the function's parameters."""

@@ -151,7 +151,7 @@ class PlainWays:
         self._scoped: dict[Policy, Table] = {}
         self._plans: dict[Any, tuple[Policy, Plan]] = {}
         self.table: Table = self._base
-        dispatcher.engine.caches.append(self)  # type: ignore[arg-type]  # it needs new epochs alone
+        dispatcher.engine.keep_current(self)  # type: ignore[arg-type]  # it needs new epochs alone
         SCOPES.watch(self._blocks)
 
     def publish(self, policy: Policy) -> None:
