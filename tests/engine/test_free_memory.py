@@ -297,14 +297,23 @@ def test_what_ranks_choose_together_and_what_is_asked_about_another_device_reads
     assert free_memory.read(Device.detect("cpu")).free > 0
 
 
+def test_a_reading_of_any_age_serves_where_the_settings_say_so_and_the_first_is_made(memory):
+    memory.has(100)
+    with only(kernel("large", 900), kernel("small", 1, priority=5), **{"memory.max_age_s": math.inf}):
+        assert asked().kernel_id == "hungry.small"
+        memory.has(1000)
+        assert asked().kernel_id == "hungry.small"
+    assert memory.reads == 1
+
+
 def test_in_a_capture_nothing_is_read():
     reads, here = [], Device.detect("cpu")
     free = FreeMemory(lambda device: reads.append(device) or Reading(1.0, 1.0, 1.0), lambda: 5.0)
-    assert free.of(here, math.inf) == free_memory.UNKNOWN
+    assert free.of(here, None) == free_memory.UNKNOWN
     assert not reads
     told = []
     free.changed = lambda device, reading: told.append((device, reading))
-    assert free.renewed(here) == free.of(here, math.inf) == Reading(1.0, 1.0, 1.0, 5.0)
+    assert free.renewed(here) == free.of(here, None) == Reading(1.0, 1.0, 1.0, 5.0)
     assert told == [(here, Reading(1.0, 1.0, 1.0, 5.0))]
 
 

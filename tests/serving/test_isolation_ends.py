@@ -6,12 +6,14 @@ import dataclasses
 import errno
 import importlib
 import itertools
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import types
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import msgspec
@@ -112,6 +114,16 @@ def test_each_process_has_the_time_to_build_until_a_result(module, fresh, apart,
     apart(rows(), WEIGHT, eps=1e-5)
     usual_s = current_policy()["isolation.timeout_s"]
     assert limits == [kernels.BUILD_S, kernels.BUILD_S, usual_s, kernels.BUILD_S]
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.slow
+@pytest.mark.parametrize("limit_s", [math.inf, 1e300, 1e-12])
+def test_a_call_may_take_as_long_as_the_settings_say_whatever_a_system_counts_to(apart, limit_s):
+    apart(rows(), WEIGHT, eps=1e-5)
+    may = suppress(IsolatedKernelError) if limit_s < 1 else nullcontext()
+    with lz.scope(**{"isolation.timeout_s": limit_s}), may:
+        apart(rows(), WEIGHT, eps=1e-5)
 
 
 def test_large_calls_are_answered_also_behind_those_that_failed(module, apart):

@@ -48,6 +48,12 @@ def kept_plans():
     return list(CALLS["rms_norm"].dispatcher.cache.current.values())
 
 
+def test_a_share_that_no_call_will_ever_meet_leaves_calls_alone(sampler):
+    lz.configure(sampling_rate=5e-324)
+    torch.testing.assert_close(lz.rms_norm(X, W), torch.nn.functional.rms_norm(X, W.shape, W, 1e-6))
+    assert not sampler._waiting
+
+
 def test_samples_behind_one_that_cannot_be_read_are_read_next(sampler):
     def lost():
         raise RuntimeError("planted")

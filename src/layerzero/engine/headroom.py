@@ -117,7 +117,7 @@ def _reading(facts: Facts, policy: Policy) -> Reading:
     """The last reading of a call's device, or a new one; UNREAD where nothing tells or it decides nothing."""
     if not _apart(policy):
         return UNREAD
-    found = FREE.of(facts.device, math.inf if facts["capturing"] else policy["memory.max_age_s"])
+    found = FREE.of(facts.device, None if facts["capturing"] else policy["memory.max_age_s"])
     return UNREAD if found.free == math.inf else found
 
 
@@ -295,7 +295,7 @@ def ran_out(kernel: Kernel, facts: Facts, policy: Policy, error: Exception) -> b
     traceback.clear_frames(error.__traceback__)  # they hold what the kernel made on the way
     if gc.isenabled():  # it is off during a capture; an earlier error may hold the tensors of its call
         gc.collect()
-    reading = FREE.of(facts.device, math.inf) if facts["capturing"] else FREE.renewed(facts.device)
+    reading = FREE.of(facts.device, None) if facts["capturing"] else FREE.renewed(facts.device)
     results, found, room = result_bytes(facts), _WANTED.search(str(error)), room_for(facts, policy)
     wanted = 0 if found is None else int(float(found[1] or found[3]) * _UNITS[found[2] or found[4]])
     wanted = wanted if wanted > results else 0

@@ -98,7 +98,7 @@ def tell_adaptations(plan: Plan, policy: Policy) -> None:
             )
         elif adaptation == headroom.BEYOND:
             room = headroom.room_for(facts, policy)
-            free = FREE.of(facts.device, math.inf).free
+            free = FREE.of(facts.device, None).free
             there = "" if math.isinf(free) else f" {mib(free)} are free."
             more = f"; a larger {room.setting} ends this warning" if room.setting == headroom.SETTING else ""
             _once(

@@ -141,7 +141,7 @@ def memory(looked: Looked) -> Part:
     }
     policy, device = CONFIGURATION.policy, Device.detect(looked.device)
     found = FREE.of(device, policy["memory.max_age_s"])
-    told, most = FREE.told(device, math.inf), max(needs.values(), default=0)
+    told, most = FREE.told(device, None), max(needs.values(), default=0)
     room = policy["memory.block_share"] * found.largest
     beyond = [f"{name} takes a workspace of {mib(need)}, {told}" for name, need in needs.items() if need > room]
     if beyond:

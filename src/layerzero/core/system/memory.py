@@ -150,12 +150,13 @@ class FreeMemory:
         self._kept: dict[tuple[str, int, str, str], Reading] = {}
         forking.in_child(self.forget)
 
-    def of(self, device: Device, max_age_s: float) -> Reading:
-        """The last reading, or a new one where that is older; with an infinite age never a new one, as in a capture."""
+    def of(self, device: Device, max_age_s: float | None) -> Reading:
+        """The last reading, or a new one where that is older or there is none; with None never one, as in a capture."""
         kept = self._kept.get(_name(device))
-        if kept is None:
-            return UNKNOWN if max_age_s == math.inf else self.renewed(device)
-        return kept if self.now_s() - kept.at_s <= max_age_s else self.renewed(device)
+        if max_age_s is None:
+            return UNKNOWN if kept is None else kept
+        fresh = kept is not None and self.now_s() - kept.at_s <= max_age_s
+        return kept if kept is not None and fresh else self.renewed(device)
 
     def renewed(self, device: Device) -> Reading:
         """Read anew, and tell what listens; unknown where the device does not answer."""
@@ -166,7 +167,7 @@ class FreeMemory:
         self.changed(device, reading)
         return reading
 
-    def told(self, device: Device, max_age_s: float) -> str:
+    def told(self, device: Device, max_age_s: float | None) -> str:
         """What is free, how much of it lies together, and how old that is."""
         found = self.of(device, max_age_s)
         if math.isinf(found.free):

@@ -106,8 +106,8 @@ class Worker:
         """
         assert self._socket is not None
         if timeout_s != self._timeout_s:  # the system's own: a timeout of Python's asks once more before each answer
-            whole = int(timeout_s)
-            value = struct.pack("ll", whole, max(int((timeout_s - whole) * 1e6), 1))
+            limit_s = min(timeout_s, 1e9)  # no system counts to infinity
+            value = struct.pack("ll", int(limit_s), max(int(limit_s % 1 * 1e6), 1))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
             self._timeout_s = timeout_s
         try:

@@ -266,7 +266,7 @@ def attach(plan: Plan, function: Function, rate: float) -> None:
         return
     names = [parameter.name for parameter in function.parameters]
     run, cuda, index = plan.run, facts.device.torch_type == "cuda", facts.device.index
-    spread = max(round(2 / rate) - 1, 1)  # the mean of 1 to that is 1 / rate
+    spread = max(round(2 / max(rate, 1e-15)) - 1, 1)  # the mean of 1 to that is 1 / rate
     left = FIRST + random.randint(1, spread)  # noqa: S311  # no secret
 
     def counted(*values: Any, **named: Any) -> Any:
