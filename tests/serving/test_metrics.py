@@ -294,6 +294,12 @@ def test_json_lines_hold_the_fields_of_events_and_of_other_records():
     assert "ValueError: two\nlines" in failed["exception"]
 
 
+def test_a_line_of_what_is_no_utf_8_is_written_with_escapes():
+    record = logging.makeLogRecord({"name": "other", "msg": "no file \udcff", "layerzero": {"reason": "\udc80", "at_ns": 3}})
+    line = json.loads(lz.JsonFormatter().format(record))
+    assert (line["message"], line["reason"], line["at_ns"]) == ("no file \udcff", "\udc80", 3)
+
+
 @pytest.mark.parametrize("given", ["a string", 3, None, ["kind"]])
 def test_a_record_of_another_library_may_use_the_name(given):
     record = logging.makeLogRecord({"name": "other", "msg": "a line", "layerzero": given})

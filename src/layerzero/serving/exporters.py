@@ -7,6 +7,7 @@ lines are made on the thread of a listener (:mod:`layerzero.engine.events`): an 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -169,7 +170,10 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line, enc_hook=str).decode()
+        try:
+            return msgspec.json.encode(line, enc_hook=str).decode()
+        except UnicodeEncodeError:  # text that is no UTF-8, as in names of files; escapes say it
+            return json.dumps(msgspec.to_builtins(line, enc_hook=str, str_keys=True))
 
 
 def register_with_logging(logger: str = "layerzero.events") -> Listener:
