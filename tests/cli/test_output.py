@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from layerzero.cli import output
 from layerzero.cli.app import main
 from layerzero.cli.output import live
 from layerzero.cli.tables import Lines, new_row, table_of
+from layerzero.engine.config import CONFIGURATION
 
 KERNEL = "a_library.with_a_kernel.whose_name_takes_sixty_columns_of_a_hundred"
 NUMBERS = ("123456.7", "123456.7", "41.9 %", "6.8e-05", "419 %")
@@ -115,6 +117,16 @@ def test_a_letter_that_the_terminal_cannot_show_ends_no_command(monkeypatch):
     sys.stdout.flush()
     assert sys.stdout.buffer.getvalue() == b"and so on\\u2026\n"
     assert ended.value.code == 0
+
+
+def test_what_is_endless_is_text_in_json(monkeypatch):
+    def refused(word):
+        raise ValueError(f"wanted JSON, got {word}")
+
+    monkeypatch.setenv("LAYERZERO_MAX_ERROR", "inf")
+    CONFIGURATION.reset()
+    found = json.loads(run("config show --json").stdout, parse_constant=refused)
+    assert found["max_error"] == {"value": "Infinity", "origin": "environment"}
 
 
 @pytest.mark.parametrize("line", ["config keys --json", "operations"])

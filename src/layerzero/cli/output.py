@@ -52,7 +52,7 @@ class Answer:
     """What a command has to say.
 
     Attributes:
-        data: what ``--json`` prints.
+        data: what ``--json`` prints, with ``"Infinity"`` as text, which JSON has no word for.
         show: what a person sees; made only when it is shown.
         code: the exit code.
         folded: what a person sees where ``show`` takes more lines than the terminal has.
@@ -90,7 +90,7 @@ class Command(TyperCommand):
 
 def _print(answer: Answer, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(answer.data, indent=2, default=str))
+        typer.echo(json.dumps(json.loads(json.dumps(answer.data, default=str), parse_constant=str), indent=2))
         return
     console = stdout_console()
     parts = list(answer.show())
