@@ -88,7 +88,7 @@ def test_what_a_file_merges_may_say_a_key_again(tmp_path):
     {"perfdb": {"auto_tune": True}, "auto_tune_on_warmup": False},
 ])  # fmt: skip
 def test_a_setting_that_comes_twice_by_two_names_is_refused(twice):
-    with pytest.raises(lz.PolicyError, match="wanted one value of .*, got two; leave one out"):
+    with pytest.raises(lz.PolicyError, match=r"wanted one value of .*, got two; leave one out"):
         lz.configure(**twice)
 
 
@@ -98,7 +98,7 @@ def test_a_setting_that_comes_twice_by_two_names_is_refused(twice):
 ])  # fmt: skip
 def test_variables_that_contradict_each_other_are_refused(first, second, same, other):
     assert config.Configuration({first: same, second: "1"}).policy
-    with pytest.raises(lz.PolicyError, match=f"{first} and {second}: wanted one value of .*, got .*; unset one"):
+    with pytest.raises(lz.PolicyError, match=rf"{first} and {second}: wanted one value of .*, got .*; unset one"):
         assert config.Configuration({first: other, second: "1"}).policy
 
 

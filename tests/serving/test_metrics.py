@@ -295,7 +295,8 @@ def test_json_lines_hold_the_fields_of_events_and_of_other_records():
 
 
 def test_a_line_of_what_is_no_utf_8_is_written_with_escapes():
-    record = logging.makeLogRecord({"name": "other", "msg": "no file \udcff", "layerzero": {"reason": "\udc80", "at_ns": 3}})
+    event = {"reason": "\udc80", "at_ns": 3}
+    record = logging.makeLogRecord({"name": "other", "msg": "no file \udcff", "layerzero": event})
     line = json.loads(lz.JsonFormatter().format(record))
     assert (line["message"], line["reason"], line["at_ns"]) == ("no file \udcff", "\udc80", 3)
 

@@ -288,10 +288,10 @@ def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _checked_variables(environment: Mapping[str, str]) -> dict[str, Any]:
     """What all variables set. Raises: PolicyError that names the variable, in place of the key that it sets."""
-    values, said = environment_settings(environment), dict[str, tuple[str, Any]]()
+    values, first = environment_settings(environment), dict[str, tuple[str, Any]]()
     for variable in sorted(each for each in environment if each.startswith(PREFIX)):
         for name, value in environment_settings({variable: environment[variable]}).items():
-            other, before = said.setdefault(name, (variable, value))
+            other, before = first.setdefault(name, (variable, value))
             if name != "locks" and other != variable and before != value:
                 got = f"got {before!r} and {value!r}; unset one"
                 raise PolicyError(f"environment: {other} and {variable}: wanted one value of {name}, {got}")

@@ -6,7 +6,6 @@ function from :class:`Looked` to a :class:`Part`.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
