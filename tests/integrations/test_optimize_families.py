@@ -125,6 +125,28 @@ def test_a_call_that_asks_for_attention_weights_gets_what_stock_gives(name: str)
         assert_same(mine(**call), stock(**call), call["attention_mask"] if "decoder_input_ids" not in call else None)
 
 
+def test_an_example_has_no_padding_that_a_model_warns_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    model = random_model("LayoutLM", "Model", SIZES | {"pad_token_id": 0})
+    monkeypatch.setattr(transformers.modeling_utils.logger, "warning_once", told.append)
+    lz.optimize(model)
+    assert not told
+
+
+def test_a_short_example_leaves_no_trace_in_a_model() -> None:
+    stock = random_model("BigBirdPegasus", "Model", TWICE | {"block_size": 2, "num_random_blocks": 1})
+    mine = copy.deepcopy(stock)
+    report = lz.optimize(mine)
+    assert mine.encoder.attention_type == "block_sparse"
+    ids = torch.randint(3, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = stock(ids, decoder_input_ids=ids[:, :4])
+        assert_same(mine(ids, decoder_input_ids=ids[:, :4]), wanted)
+        report.undo()
+        got = mine(ids, decoder_input_ids=ids[:, :4])
+    assert torch.equal(got.last_hidden_state, wanted.last_hidden_state)
+
+
 def test_what_a_tokenizer_adds_is_passed_over_as_by_stock():
     config = transformers.BertConfig(
         vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64

@@ -230,7 +230,7 @@ def _calls_of(
         if len(given) == 1:
             calls.setdefault(id(module), []).append((given[0], dict(named)))
 
-    with watching([each.module for each in parts], keep), quiet(model), seeing(exchange) as seen:
+    with watching([each.module for each in parts], keep), quiet(model, restores=True), seeing(exchange) as seen:
         for rows, mask in ((ids, torch.ones_like(ids)), (ids, hidden), (more, torch.ones_like(more))):
             given = model(input_ids=rows[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
             handed = next((cache_in(made[-1][1]) for made in calls.values()), None)  # a head may return no cache

@@ -313,13 +313,15 @@ def random_rows(module: Module, size: int, *, dtype: torch.dtype, device: torch.
 
 
 @contextmanager
-def quiet(module: Module) -> Iterator[None]:
+def quiet(module: Module, *, restores: bool = False) -> Iterator[None]:
     """Run a module as it is served: no gradients, no autocast, not training whatever mode it is in, and after no call.
 
-    Qwen2-VL keeps how far a call's pictures moved positions, for those after it. Two rows of text raised behind one row
-    with a picture (Transformers 5.24, 2026-11-30).
+    Qwen2-VL keeps how far a call's pictures moved positions: two rows of text raised behind one row with a picture.
+    ``restores`` puts settings and modules back: a short call exchanges BigBird-Pegasus' attention for good (5.24).
     """
     states = [(each, each.training, vars(each).get("rope_deltas")) for each in module.modules()]
+    plain = [each for each, *_ in states if restores and not isinstance(each, torch.jit.ScriptModule)]
+    kept = [(each, dict(vars(each)), dict(each._modules)) for each in plain]
     for each, _, moved in states:
         each.training = False
         if moved is not None:
@@ -332,6 +334,9 @@ def quiet(module: Module) -> Iterator[None]:
             each.training = training
             if "rope_deltas" in vars(each):
                 vars(each)["rope_deltas"] = moved
+        for each, own, inner in kept:
+            vars(each).update({name: one for name, one in own.items() if isinstance(one, str)})
+            each._modules.update(inner)
 
 
 @contextmanager
@@ -348,7 +353,7 @@ def watching(
         yield
 
 
-_HOOKS = (*("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),)
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 ADAPTERS = ("peft.",)
 """Packages whose modules compute with others' weights and exchange them meanwhile."""
@@ -371,8 +376,7 @@ def refusal(module: Module, parent: Module | None = None) -> str:
         if hooked:
             return f"it has hooks{where}, which wait for its calls"
         for name, parameter in each.named_parameters(recurse=False):
-            problem = weight_problem(parameter)
-            if problem:
+            if problem := weight_problem(parameter):
                 return f"{path + '.' if path else ''}{name} {problem}"
         if "parametrizations" in each._modules:
             return f"its parameters{where} are computed anew for each call (parametrizations)"
