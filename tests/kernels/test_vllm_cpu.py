@@ -331,3 +331,15 @@ def test_a_thread_that_never_called_torch_plans_for_as_many_threads_as_torch_has
             torch.testing.assert_close(fresh.submit(run, *call, starts).result(), wanted)
     finally:
         torch.set_num_threads(before)
+
+
+def test_rows_of_the_least_numbers_are_quantized_as_others_are():
+    """vLLM multiplies by 127 over a row's largest number, which is infinite below 4e-37: each number became -128."""
+    largest = torch.tensor([1.0, 0.0, 2.8e-39, 1.4e-45, 3e-37])
+    x = torch.tensor([1.0, -0.5, 0.0, 0.25] * 8) * largest.unsqueeze(1)
+    found = []
+    for kernel in ("vllm.cpu.quantize_rows", "reference.quantize.int8"):
+        with lz.scope(locks={"quantize.int8": kernel}):
+            found.append(lz.quantize(x, "int8", per="row"))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-45)
