@@ -126,6 +126,14 @@ def test_the_norm_in_place_is_that_of_two_results_written_over_input_and_residua
     torch.testing.assert_close(residual, total)
 
 
+def test_a_residual_that_is_the_weights_memory_is_refused():
+    """It was written before the weight was read, and kernels gave unlike results."""
+    x, residual = torch.randn(4, 16), torch.randn(4, 16)
+    lz.add_residual_rms_norm_(x, residual.clone(), torch.randn(16))  # a plan is there
+    with pytest.raises(InvalidCallError, match="shares with weight"):
+        lz.add_residual_rms_norm_(x, residual, residual[0])
+
+
 def test_the_norm_in_place_refuses_what_it_cannot_write():
     x, w = torch.randn(4, 16), torch.randn(16)
     with pytest.raises(InvalidCallError, match="shares with input"):

@@ -48,7 +48,7 @@ def add_residual_(residual: Tensor, input: Tensor, scale: float | Tensor | None 
     Args:
         scale: a number from -1e6 to 1e6, or a tensor with one for each row, as a mixture of experts has them.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
-        overlaps itself in memory, or that shares memory with what is added.
+        is an expanded view, or that shares memory with what is added.
     """
     added = _widened(input)  # torch 2.13 converts into a negated view without negating, where it copies
     if scale is not None:

@@ -66,7 +66,7 @@ def copy_slice_(destination: Tensor, input: Tensor) -> None:
     Shapes: destination and input (*, D), the same; views say which part of a tensor is meant.
     Dtype: floating, the same for both.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a destination that needs gradients as a
-        leaf, that overlaps itself in memory, or that shares memory with the input.
+        leaf, that is an expanded view, or that shares memory with the input.
     """
     destination.copy_(input)
 

@@ -273,7 +273,7 @@ def add_residual_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps:
     Dtype: floating, the same for all; the sum is rounded to it, then normalised in float32.
     Units: eps in x^2.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for a residual that needs gradients, that
-        overlaps itself in memory, or that shares memory with the input.
+        is an expanded view, or that shares memory with the input or the weight.
     Source: arXiv:1910.07467; fused as in vLLM's fused_add_rms_norm.
     """
     residual.add_(input)  # rounded to its dtype before it is normalised: the next layer reads that
@@ -305,7 +305,7 @@ def add_rms_norm_(input: Tensor, residual: Tensor, weight: Tensor, eps: float = 
     Dtype: floating, the same for all; the sum is rounded to it, then normalised in float32.
     Units: eps in x^2.
     Raises: InvalidCallError for shapes, dtypes or devices that do not fit, for an input or residual that needs
-        gradients as a leaf, that overlaps itself in memory, or that shares memory with the other or with the weight.
+        gradients as a leaf, that is an expanded view, or that shares memory with the other or with the weight.
     Source: arXiv:1910.07467; vLLM's fused_add_rms_norm.
     """
     input.copy_(add_residual_rms_norm_(input, residual, weight, eps))
@@ -330,14 +330,13 @@ ADD_RMS_INPLACE = _declared(
 def _route_sum(function: str, operation: Operation, arguments: dict[str, Any], default_layout: str | None) -> Routed:
     """Check a norm of ``residual += input``: what it writes shares no memory with what it reads."""
     check_dense(function, arguments)
-    written, read = operation.schema.mutated, ("weight",) if operation is ADD_RMS_INPLACE else ()
     input_, residual = arguments["input"], arguments["residual"]
     if isinstance(input_, Tensor) and isinstance(residual, Tensor):
         problems = []
         if residual.shape != input_.shape:
             wanted, got = tuple(input_.shape), tuple(residual.shape)
             problems.append(f"residual: wanted shape {wanted} like input, got {got}")
-        problems += write_problems(arguments, written, read)
+        problems += write_problems(arguments, operation.schema.mutated, ("weight",))
         if residual is input_ or overlaps(residual, input_):
             problems.append("residual: wanted memory of its own, got memory that it shares with input")
         refuse(function, problems)

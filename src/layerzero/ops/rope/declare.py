@@ -92,8 +92,8 @@ def rope_(
 
     Shapes, dtypes, arguments and source as of ``lz.rope``. Writes over the first R entries of each head of query and
     key, and returns nothing.
-    Raises: InvalidCallError as ``lz.rope``, and for a query or key that needs gradients as a leaf, that overlaps itself
-        in memory, or that shares elements with the other or with the table.
+    Raises: InvalidCallError as ``lz.rope``, and for a query or key that needs gradients as a leaf, that is an expanded
+        view, or that shares elements with the other or with the table.
     """
     results = rope(query, key, cos, sin, positions=positions, interleaved=interleaved)
     width = 2 * cos.shape[-1]
