@@ -197,6 +197,19 @@ def test_what_two_threads_add_at_once_hears_of_a_fork(monkeypatch):
     assert len(methods) == len(kept)
 
 
+def test_a_fork_that_waited_for_the_import_that_adds_hooks_calls_none_of_them_behind_it(monkeypatch):
+    """It began without them, and printed that a lock which it never took could not be released."""
+    hooks, called = {}, []
+    monkeypatch.setattr(os, "register_at_fork", lambda **each: hooks.update(each))
+    forking.around(lambda: called.append("before"), lambda: called.append("after"))
+    hooks["after_in_parent"]()
+    assert not called
+    for _ in range(2):
+        hooks["before"]()
+        hooks["after_in_child"]()
+    assert called == ["before", "after"] * 2
+
+
 def in_thread(*functions):
     found = []
     thread = threading.Thread(target=lambda: found.extend(each() for each in functions))

@@ -77,9 +77,21 @@ def around(before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call one before each fork, and the other behind it, in parent and child: for what must stand still meanwhile.
 
     A lock that ``before`` takes must be reentrant: it stays held in the child, and ``after`` lets go of it there.
+    A fork that began before this was called, and waits for an import, calls neither.
     """
+    begun = set[int]()
+
+    def begin() -> None:
+        begun.add(threading.get_ident())
+        before()
+
+    def end() -> None:
+        if threading.get_ident() in begun:
+            begun.discard(threading.get_ident())
+            after()
+
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=before, after_in_parent=after, after_in_child=after)
+        os.register_at_fork(before=begin, after_in_parent=end, after_in_child=end)
 
 
 def _add(methods: list[Callable[[], Callable[[], None] | None]], method: Callable[[], None]) -> None:
