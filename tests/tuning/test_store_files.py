@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import sqlite3
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from one_time import TIME, facts, fresh, run, times
 
 import layerzero as lz
+from layerzero.core.system import disk
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage import archive, connections, sql_schema
@@ -53,6 +56,20 @@ def test_calls_that_are_invented_are_not_counted_and_those_behind_them_are(tmp_p
     assert ledger.calls() == []
     lz.rms_norm(torch.randn(2, 16), torch.ones(16))
     assert len(ledger.calls()) == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
+def test_calls_that_could_not_be_written_wait_for_the_next_time(tmp_path, monkeypatch, error):
+    def full(*args, **kwargs):
+        raise error
+
+    ledger = ENGINE.ledger = StoreLedger(FileLedger(tmp_path))
+    lz.rms_norm(torch.randn(2, 8), torch.ones(8))
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(disk, "write_whole", full)
+        ledger.look()
+    lz.rms_norm(torch.randn(2, 16), torch.ones(16))
+    assert sorted(call.tensors["input"].shape for _, call in ledger.calls()) == [(2, 8), (2, 16)]
 
 
 @pytest.mark.parametrize("ruin", [damaged, truncated, foreign])

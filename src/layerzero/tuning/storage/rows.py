@@ -345,9 +345,15 @@ class CallsMade:
                     self._merge()
 
     def _merge(self) -> None:
-        fresh: Counter[bytes] = Counter()
-        for _ in range(len(self._waiting)):
-            fresh[msgspec.json.encode(CallRecipe.of(self._waiting.popleft()))] += 1
+        taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        try:
+            self._put(taken)
+        except BaseException:  # a full disk, an interrupt: they wait for the next time
+            self._waiting.extendleft(reversed(taken))
+            raise
+
+    def _put(self, taken: Sequence[Facts]) -> None:
+        fresh = Counter(msgspec.json.encode(CallRecipe.of(each)) for each in taken)
         kept = {msgspec.json.encode(each.call): each for each in self._read()}
         now = time.time()
         for call, count in fresh.items():
