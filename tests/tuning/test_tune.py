@@ -267,8 +267,21 @@ def test_parameters_are_those_of_every_call(monkeypatch):
     assert found is not None
     (job,) = asked_jobs("norm.rms", [(4, 64)], ["float32"], "cpu", params={"eps": 0.1})
     assert job.case.params == {"eps": 0.1}
-    with pytest.raises(ValueError, match="params: wanted them with an operation's name, got eps with a model"):
-        lz.tune(lambda x: lz.rms_norm(x, torch.ones(8)), torch.randn(2, 8), params={"eps": 0.1})
+
+
+@pytest.mark.parametrize("said", [
+    {"params": {"eps": 0.1}}, {"dtype": "bfloat16"}, {"layout": "BSHD"}, {"head_dim": 64, "seq_lens": [8]},
+    {"manifest": "workload.json", "model": "m1"},
+])  # fmt: skip
+def test_what_a_model_takes_nothing_of_is_refused(said):
+    """All but ``params`` were dropped without a word."""
+    called = []
+    with pytest.raises(ValueError, match=f"{', '.join(said)}: wanted with an operation's name alone, got a model"):
+        lz.tune(called.append, torch.randn(2, 8), **said)
+    for more in ({"manifest": "workload.json"}, {"eps": 0.1}):
+        with pytest.raises(ValueError, match=f"{next(iter(more))}: wanted with an operation's name alone, got a model"):
+            lz.warmup(called.append, torch.randn(2, 8), **more)
+    assert not called
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def _asked(
     """The wanted calls. Raises: ValueError for two ways to say which."""
     model = model_compared(model, manifest)
     if not isinstance(operation, str):
-        return jobs_of_model(operation, shapes, device)
+        return jobs_of_model(operation, shapes, device, {"manifest": manifest, **params})
     if manifest is None:
         return _jobs(operation, shapes, dtype_name(dtype_named(dtype)), params)
     if shapes is not None or params:

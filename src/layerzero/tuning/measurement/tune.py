@@ -291,9 +291,9 @@ def tune(
             named=None if dtype is None else dtypes_of(dtype, target),
         )
     else:
-        if params:
-            raise ValueError(f"params: wanted them with an operation's name, got {', '.join(params)} with a model")
-        jobs = workload.jobs_of_model(operation, shapes, target.type)
+        grid = {"head_dim": head_dim, "seq_lens": seq_lens, "batch_sizes": batch_sizes, "layout": layout}
+        said: dict[str, Any] = {"params": params, "dtype": dtype, **grid, "manifest": manifest, "model": model}
+        jobs = workload.jobs_of_model(operation, shapes, target.type, said)
     REGISTRY.check_named(leave_out, "tune: leave_out")
     wanted = current_policy()["tune_samples"] if samples is None else samples
     if samples is not None and samples < MIN_SAMPLES:

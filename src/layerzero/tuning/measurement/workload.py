@@ -334,8 +334,18 @@ def called(model: Callable[..., Any], inputs: Any) -> Any:
     return model(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
 
 
-def jobs_of_model(model: Callable[..., Any], inputs: Any, device: str) -> list[Job]:
-    """The calls of one forward pass. Raises: ValueError where it makes none on this device."""
+def jobs_of_model(
+    model: Callable[..., Any], inputs: Any, device: str, said: Mapping[str, Any] | None = None
+) -> list[Job]:
+    """The calls of one forward pass; ``said`` is what else was said of calls, by name, of which a model takes nothing.
+
+    Raises: ValueError where it makes none on this device, and where anything else was said.
+    """
+    named = [name for name, value in (said or {}).items() if value is not None and value not in ("", {})]
+    if named:
+        raise ValueError(
+            f"{', '.join(named)}: wanted with an operation's name alone, got a model, which makes its calls"
+        )
     with Recording() as recording, torch.no_grad():
         called(model, () if inputs is None else inputs)
     jobs = jobs_of(recording.manifest(), device)
