@@ -86,7 +86,8 @@ def formed(pack: Pack, weight: QuantizedWeight, *, of_codes: bool) -> tuple[tupl
     weight = QuantizedWeight.unchecked(replace(weight.format, rotation=0), weight.shape, fields)
     if not of_codes:
         form, size = pack(weight)
-        matrix = rotated(torch.eye(rotation, device=fields.data.device), rotation) if rotation else None
+        like: dict[str, Any] = {"dtype": torch.float32, "device": fields.data.device}
+        matrix = rotated(torch.eye(rotation, **like), rotation) if rotation else None
         return (form, matrix), size + bytes_of(matrix)
     codes, order = weight.codes, None
     if codes.group_index is not None:

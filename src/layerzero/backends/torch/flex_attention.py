@@ -107,7 +107,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
     numbers += [torch.tensor(number, device=device) for number in bounds]
     # one build on the CPU serves a class of lengths, and a plan should, too; on a GPU the copy would cost each call
     exact_offset = None if on_cpu else torch.tensor(facts.size("seq_k") - facts.size("seq_q"), device=device)
-    no_slopes = torch.zeros(facts.size("heads"), device=device)
+    no_slopes = torch.zeros(facts.size("heads"), dtype=torch.float32, device=device)
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, *, alibi_slopes: Tensor | None = None, **scores: Any
@@ -143,9 +143,9 @@ def _built(facts: Facts, device: torch.device) -> Runner:
 def _example(device: torch.device, dtype: torch.dtype, sizes: dict[str, int]) -> tuple[Tensor, ...]:
     batch, seq_q, seq_k, heads, kv_heads, head_dim, value_dim = sizes.values()
     return (
-        *(torch.ones((), device=device) for _ in range(2)),
+        *(torch.ones((), dtype=torch.float32, device=device) for _ in range(2)),
         *(torch.ones((), dtype=torch.int64, device=device) for _ in range(3)),
-        torch.zeros(heads, device=device),
+        torch.zeros(heads, dtype=torch.float32, device=device),
         torch.ones(batch, seq_q, heads, head_dim, dtype=dtype, device=device),
         torch.ones(batch, seq_k, kv_heads, head_dim, dtype=dtype, device=device),
         torch.ones(batch, seq_k, kv_heads, value_dim, dtype=dtype, device=device),

@@ -256,7 +256,7 @@ def load_softcapped(facts: Facts) -> Callable[..., Any]:
                 ahead = torch.arange(length) - torch.arange(length - last + first, length).unsqueeze(1)
                 least, most = -left if left >= 0 else -length, 0 if causal else right if right >= 0 else length
                 hidden = (ahead < least) | (ahead > most)
-                seen = torch.zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+                seen = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
             each = [tokens[first:last], *(tokens_of(cache, pages, length) for cache in (key_cache, value_cache))]
             output = attend(
                 *(tensor.transpose(0, 1).unsqueeze(0) for tensor in each),

@@ -59,7 +59,7 @@ def starts_key(facts: Facts) -> tuple[int, int]:
 
 def _scales(device_index: int) -> Tensor:
     """What a float8 cache would be scaled by."""
-    return torch.ones((), device=f"cuda:{device_index}")
+    return torch.ones((), dtype=torch.float32, device=f"cuda:{device_index}")
 
 
 STARTS, SCALES = Prepared(_starts, 1024), Prepared(_scales, 64)

@@ -173,7 +173,7 @@ def _load_fused(facts: Facts, owner: str, method: _Method) -> Callable[..., Tens
     count, widths = facts.size("experts"), (facts.size("joined_features"), facts.size("hidden"))
 
     def zeros(place: int) -> Tensor:
-        return torch.zeros(count, widths[place])
+        return torch.zeros(count, widths[place], dtype=torch.float32)
 
     def pack(weight: Any) -> tuple[Form, int]:
         form = method.pack(library, weight)

@@ -325,7 +325,8 @@ def attention_over(
     if layout == "HND" and cache._planes[0].transposed:
         given["key_cache"] = given["key_cache"].transpose(2, 3).contiguous().transpose(2, 3)
     if dtype in QUANTIZED:
-        given |= {name: torch.ones((), device=cache.device) for name in ("key_scale", "value_scale")}
+        ones = torch.ones((), dtype=torch.float32, device=cache.device)
+        given |= {"key_scale": ones, "value_scale": ones}
     given["query"] = torch.empty(batch, 1, heads, head_dim, **like)
     if tokens > 1 or tree:
         given["query"] = torch.empty(batch * tokens, heads, head_dim, **like)

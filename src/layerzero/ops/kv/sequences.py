@@ -117,7 +117,8 @@ class CachedSequences(Bundle):
         if self._scales in ("tensor", "head"):
             heads = self._planes[0].inner[-2 if self.layout == "NHD" else 0]
             shape = () if self._scales == "tensor" else (heads,)
-            planes |= {name: torch.ones(shape, device=self.device) for name in ("key_scale", "value_scale")}
+            like: Any = {"dtype": torch.float32, "device": self.device}
+            planes |= {name: torch.ones(shape, **like) for name in ("key_scale", "value_scale")}
         if self.layout == "MLA":
             return LatentLayer(self, planes)
         return SplitLayer(planes) if self.layout == "VLLM" else CacheLayer(self, number, planes, self.layout)

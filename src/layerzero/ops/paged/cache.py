@@ -117,7 +117,8 @@ class PagedCache(Bundle):
         values = torch.zeros(pages, *inner, head_dim if value_dim is None else value_dim, dtype=dtype, device=device)
         given = {}
         if scales is not None:
-            given = {name: torch.ones(shapes[scales], device=device) for name in ("key_scale", "value_scale")}
+            like: Any = {"dtype": torch.float32, "device": device}
+            given = {name: torch.ones(shapes[scales], **like) for name in ("key_scale", "value_scale")}
         return cls(keys, values, "NHD" if layout == "NHD" else "HND", **given)
 
     @classmethod

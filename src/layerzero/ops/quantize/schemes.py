@@ -222,7 +222,7 @@ class Codebook(Scheme):
         flat = numbers.float().flatten()
         blocks = functional.pad(flat, (0, -len(flat) % of.group)).view(-1, of.group)
         scale = blocks.abs().amax(1)
-        table = torch.tensor(self.numbers, device=flat.device)
+        table = torch.tensor(self.numbers, dtype=flat.dtype, device=flat.device)
         sorted_, order = table.sort(stable=True)
         shares = (blocks / scale.masked_fill(scale == 0.0, 1.0).unsqueeze(1)).flatten()[: len(flat)]
         codes = order[torch.bucketize(shares, (sorted_[1:] + sorted_[:-1]) / 2)].to(torch.uint8)

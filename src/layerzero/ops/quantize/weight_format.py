@@ -232,7 +232,8 @@ def rotation_of(rotation: int | Tensor) -> int:
     if not isinstance(rotation, Tensor):
         return rotation
     size = rotation.shape[-1] if rotation.ndim else 0
-    given, eye = rotation.detach().float(), torch.eye(size, device=rotation.device)
+    given = rotation.detach().float()
+    eye = torch.eye(size, dtype=given.dtype, device=given.device)
     if given.shape == eye.shape and torch.equal(given, eye):
         return 0
     fits = given.shape == eye.shape and size.bit_count() == 1

@@ -192,10 +192,16 @@ def penalised(logits: Tensor, seen: Tensor, counts: Tensor, repetition: Any, pre
         less = torch.where(logits > 0, logits / repetition, logits * repetition)
         logits = torch.where(seen, less, logits)
     if frequency is not None:
-        logits = logits - frequency * counts
+        logits = _less(logits, frequency, counts)
     if presence is not None:
-        logits = logits - presence * (counts > 0)
+        logits = _less(logits, presence, counts > 0)
     return logits
+
+
+def _less(logits: Tensor, by: Any, times: Tensor) -> Tensor:
+    """Less a number, or one of each row, so many times. Numbers times counts would be of torch's default dtype."""
+    times = times.to(logits.dtype)
+    return logits - by * times if isinstance(by, Tensor) else logits.sub(times, alpha=by)
 
 
 def biased(logits: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
