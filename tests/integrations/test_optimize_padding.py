@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import Context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from drawing import examples, mostly
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 from layerzero.integrations.optimize.models.padding import noted  # noqa: E402
+from layerzero.integrations.optimize.models.stacks import _example  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("whatever_it_takes")
 
@@ -313,3 +315,15 @@ def test_inputs_show_what_reads_padding() -> None:
     report = lz.optimize(made("bert"), PADDED, rounds=1, isolate=False)
     assert report.error is not None
     assert report.error < 1e-4  # of positions that are promised
+
+
+def test_padding_of_a_composite_is_that_of_its_text() -> None:
+    """Idefics 3 and SmolVLM warn where their own configuration is asked for it."""
+    table = torch.nn.Embedding(101, 4)
+    text = SimpleNamespace(pad_token_id=7)
+    model = SimpleNamespace(
+        main_input_name="input_ids", config=SimpleNamespace(text_config=text), forward=table.forward
+    )
+    model.get_input_embeddings = lambda: table
+    example = _example(model)
+    assert (example["input_ids"][example["attention_mask"] == 0] == 7).all()

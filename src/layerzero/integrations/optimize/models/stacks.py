@@ -147,7 +147,7 @@ def _example(model: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(words // 2, words, (len(LENGTHS), max(LENGTHS)), generator=generator, device="cpu")
     mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)).long()
-    padding = getattr(model.config, "pad_token_id", None)
+    padding = getattr(getattr(model.config, "text_config", model.config), "pad_token_id", None)  # Idefics 3 warns else
     ids = ids if padding is None else ids.masked_fill(mask == 0, padding)
     example = {"input_ids": ids, MASK: mask}
     if "decoder_input_ids" in signature_of(model.forward).parameters:
