@@ -339,7 +339,8 @@ SAMPLES = 4000
 
 def _of_pictures_or_sound(model: Any, name: str) -> dict[str, Any]:
     """Two random inputs for a model whose example Transformers does not know; nothing for other kinds of input."""
-    config, generator = getattr(model.config, "vision_config", model.config), torch.Generator().manual_seed(0)
+    kept = (getattr(model.config, each, None) for each in ("vision_config", "backbone_config"))
+    config, generator = next(filter(None, kept), model.config), torch.Generator().manual_seed(0)
     size = getattr(config, "image_size", None)
     bins, frames = (getattr(config, each, None) for each in ("num_mel_bins", "max_source_positions"))
     if name == "input_values":
