@@ -1,18 +1,25 @@
 """Free-threaded interpreters: the extension needs the GIL, and Python serves rather than switch it on for all."""
 
+import functools
 import subprocess
 import sys
 import sysconfig
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 import layerzero as lz
 from layerzero.core.system import resources
 from layerzero.engine import accelerator
 from layerzero.engine.cache import PlanCache
 from layerzero.engine.config import CONFIGURATION, SCOPES, current_policy
+from layerzero.ops.kv import storage
+from layerzero.tuning.measurement import loop
+from layerzero.tuning.measurement.timing import Deadline
 
 SAYS = "import sys, layerzero as lz; lz.rms_norm; print(sys._is_gil_enabled(), lz.doctor().versions['hit path'])"
 
@@ -50,11 +57,50 @@ def test_a_free_threaded_interpreter_has_no_gil_unless_the_extension_is_asked_fo
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.startswith(said)
 
 
-def test_a_thread_of_layerzero_has_no_scope_of_the_thread_that_started_it():
-    """Without a GIL, Python's threads inherit those that are open."""
+@pytest.fixture
+def inheriting(monkeypatch):
+    """Threads that have the context of the one that starts them, as they do without a GIL."""
+
+    def start(self, begin=threading.Thread.start):
+        work, self.run = self.run, None
+        self.run = functools.partial(copy_context().run, work)
+        begin(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def of_its_own(told, monkeypatch):
+    resources.started("test", told).join()
+
+
+def of_a_cache_that_grows(told, monkeypatch):
+    cache = lz.KVCache(1, 2, 32, max_sequences=1, max_length=8192, dtype=torch.float32, strategy="virtual")
+    monkeypatch.setattr(storage.Virtual, "_grow", told)
+    cache._storage.soon(0, 8000)
+    cache._storage._coming.pop(0).result()
+
+
+def of_a_tuning(told, monkeypatch):
+    party = loop.Party(jobs=(), device=torch.device("cuda"), deadline=Deadline(100.0))
+    monkeypatch.setattr(loop.Party, "may_build", lambda *_: True)
+    monkeypatch.setattr(loop, "build_apart", told)
+    children = loop.Children(party)
+    children.ask((), [(None, None)])
+    children.end()
+
+
+@pytest.mark.parametrize("starts", [of_its_own, of_a_cache_that_grows, of_a_tuning])
+def test_a_thread_of_layerzero_has_no_scope_of_the_thread_that_started_it(monkeypatch, starts):
+    """Without a GIL, Python's threads inherit those that are open: here they do with one, too."""
+
+    def start(thread, begin=threading.Thread.start):
+        thread.run = functools.partial(copy_context().run, thread.run)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
     seen = []
     with lz.scope(debug=True):
-        resources.started("test", lambda: seen.append(current_policy().debug)).join()
+        starts(lambda *_, **__: seen.append(current_policy().debug), monkeypatch)
     assert seen == [False]
 
 

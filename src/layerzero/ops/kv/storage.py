@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import Context
 
 import torch
 from torch import Tensor
@@ -174,7 +175,8 @@ class Virtual(Fixed):
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "layerzero-cache-growth")
-        self._coming[page] = self._worker.submit(self._grow, page, ahead)
+        # its thread would keep the context of the first of these, without a GIL
+        self._coming[page] = Context().run(self._worker.submit, self._grow, page, ahead)
 
     def _wanted(self, tokens: int) -> int:
         grain = self._range.granularity

@@ -13,7 +13,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import Context
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -208,7 +210,8 @@ class Children:
         if self._pool is None:
             self._left.append(work)
         else:
-            self._futures.append(self._pool.submit(work, lambda: self._over or party.deadline.passed()))
+            submit = partial(Context().run, self._pool.submit)  # its thread has no scope of this one
+            self._futures.append(submit(work, lambda: self._over or party.deadline.passed()))
 
     def _built(self, kernel: Kernel, facts: Facts, outcome: BuildOutcome) -> None:
         build = build_of(kernel, facts)
