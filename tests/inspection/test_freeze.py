@@ -11,8 +11,10 @@ import torch
 
 import layerzero as lz
 from frozen_norms import tuned
+from layerzero.engine import plan_source
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
+from layerzero.inspection import freeze
 from paths import IN_C
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -41,6 +43,28 @@ def test_new_times_change_nothing_until_it_thaws(two_norms):
     lz.thaw()
     lz.rms_norm(x, w)
     assert two_norms[-1] == "second"
+
+
+def test_a_kernel_that_is_registered_while_choices_freeze_is_no_departure(two_norms, monkeypatch):
+    """A thread registers it, and makes a choice with it, after the choices were read and before they hold."""
+    x, w = torch.randn(4, 8), torch.randn(8)
+    lz.unregister_kernel("user.first")
+    lz.rms_norm(x, w)
+    past, build = freeze._choices_now(), plan_source.build
+    lz.register_kernel("norm.rms", "user.third", priority=100)(lambda input, weight, *, eps=1e-6: input)
+    monkeypatch.setattr(freeze, "_choices_now", lambda: past)
+
+    def while_it_freezes(function, chosen, *rest):
+        if lz.frozen() is None and chosen.kernel.id == "user.third":
+            lz.freeze()
+        return build(function, chosen, *rest)
+
+    monkeypatch.setattr(plan_source, "build", while_it_freezes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lz.rms_norm(x, w)
+    assert two_norms == ["second"] * 2
+    assert lz.frozen().departures == {}
 
 
 def test_an_empty_call_says_nothing_of_calls_with_a_row():
@@ -183,6 +207,7 @@ def test_a_document_goes_to_another_process_and_back(tmp_path):
     script = f"""
 import layerzero as lz
 from layerzero.core.ledger import Ledger
+from layerzero.engine import plan_source
 from layerzero.engine.dispatch import ENGINE
 ENGINE.ledger = Ledger()  # as in this process: times ship for some machines
 print(lz.freeze({str(tmp_path / "frozen.json")!r}).hash)

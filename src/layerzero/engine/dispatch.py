@@ -215,12 +215,13 @@ class Dispatcher:
         """
         failed, began_ns = set(failed), time.perf_counter_ns()
         while True:
+            frozen = self.engine.frozen
             machine = probe.this_machine()  # anew: a library that did not load is out, with all its kernels
             report, judged = self.explain(arguments, policy, machine=machine, failed=failed, complete=False)
             if report.chosen is None or report.chosen.kernel.is_reference:  # its reader may ask why
                 report = with_every_reason(report, policy, machine)
-            if self.engine.frozen is not None:
-                self.engine.frozen.refuse(report, policy)
+            if frozen is not None:
+                frozen.refuse(report, policy)
             elif policy.jit == "background":
                 self._build_later(judged, report.facts)
             chosen = require(report)
@@ -230,10 +231,12 @@ class Dispatcher:
                 failures.not_loaded(chosen.kernel, report, error, self.engine)
                 failed.add(chosen.kernel.id)
                 continue
+            if self.engine.frozen is not frozen:  # frozen or thawed meanwhile: the next choice is made with it
+                continue
             if self._prove(plan, arguments):
                 if policy.sampling_rate and not report.facts.operation.is_collective and plan.gives is None:
                     SERVICES.sample(plan, self.function, policy.sampling_rate)
-                self._tell(plan, policy)
+                self._tell(plan, policy, frozen)
                 EVENTS.selected(plan, began_ns)
                 return plan
             failed.add(chosen.kernel.id)
@@ -385,11 +388,11 @@ class Dispatcher:
         if unbuilt and not facts["capturing"]:
             SERVICES.build_later(unbuilt, facts)
 
-    def _tell(self, plan: Plan, policy: Policy) -> None:
+    def _tell(self, plan: Plan, policy: Policy, frozen: Frozen | None) -> None:
         if plan.report.facts["capturing"]:
             graph_capture.keep(plan)
             logging_once.tell_capture(plan)
-        logging_once.tell_choice(plan, policy, self.engine.frozen)
+        logging_once.tell_choice(plan, policy, frozen)
         if plan.kernel.is_reference and policy.enabled and not plan.report.facts.empty:
             logging_once.tell_reference(plan)
         if plan.adaptations:

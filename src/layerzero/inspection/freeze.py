@@ -140,12 +140,15 @@ def freeze(
     if ENGINE.frozen is not None:
         raise PolicyError("freeze: choices are frozen already; wanted lz.thaw() first")
     if manifest is None:
+        epoch = ENGINE.epoch
         past = _choices_now()  # while times still decide
         tell_if_short("freeze", past)
-        held = Frozen({})
+        held = Frozen(past)
         ENGINE.frozen = held  # first: a choice that is being made meanwhile is kept, too
         FUSING.look(frozen=True, registered=ENGINE.registry.has_own)
-        _keep_plans(held, past)
+        _keep_plans(held)
+        if ENGINE.epoch != epoch:  # a kernel that was registered meanwhile, say: plans may hold others than these
+            ENGINE.bump()
     else:
         try:
             found = _accepted(manifest, model, strict)
@@ -232,7 +235,7 @@ def tell_if_short(asked: str, choices: Mapping[str, FrozenChoice], solved: Solve
 def _choices_now() -> dict[str, FrozenChoice]:
     """What selection takes now for each call that this process has made, by class; the first call of a class counts."""
     machine, held = probe.this_machine(), Frozen({})
-    _keep_plans(held, {})
+    _keep_plans(held)
     found = held.choices
     for facts, policy in [(past.facts, past.policy) for past in ENGINE.history.calls()]:
         name = class_name(facts, policy)
@@ -243,14 +246,12 @@ def _choices_now() -> dict[str, FrozenChoice]:
     return found
 
 
-def _keep_plans(held: Frozen, past: Mapping[str, FrozenChoice]) -> None:
-    """Hold what has a plan, and what was called and has none any more."""
+def _keep_plans(held: Frozen) -> None:
+    """Hold what has a plan, unless its class is held already."""
     for cache in ENGINE.caches:
         for policy, plan in cache.plans():
             name = class_name(plan.report.facts, policy)
             held.choices.setdefault(name, choice_of(plan.kernel, plan.report.facts, policy))
-    for name, choice in past.items():
-        held.choices.setdefault(name, choice)
 
 
 def thaw() -> Frost:
