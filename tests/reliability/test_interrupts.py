@@ -167,7 +167,7 @@ def test_an_interrupted_choice_leaves_nobody_waiting():
         assert not any(each.landed.locked() for each in begun), number
         if not struck():
             break
-    assert len(begun) > 4
+    assert 1 < len(begun) <= number, "interrupts came before a flight began, and while one was under way"
 
 
 def test_a_scope_is_entered_once_and_decorates_as_often_as_wanted():
