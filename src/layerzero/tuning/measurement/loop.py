@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import Context
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -210,8 +209,10 @@ class Children:
         if self._pool is None:
             self._left.append(work)
         else:
-            submit = partial(Context().run, self._pool.submit)  # its thread has no scope of this one
-            self._futures.append(submit(work, lambda: self._over or party.deadline.passed()))
+            self._futures.append(Context().run(self._pool.submit, work, self._is_over))  # its thread has no scope here
+
+    def _is_over(self) -> bool:
+        return self._over or self.party.deadline.passed()
 
     def _built(self, kernel: Kernel, facts: Facts, outcome: BuildOutcome) -> None:
         build = build_of(kernel, facts)
