@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from contextvars import Context
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import layerzero as lz
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.pick import PLACE
-from layerzero.inspection.trace import ranges
+from layerzero.inspection.trace import calls_told, ranges
 
 
 class Norm(nn.Module):
@@ -259,3 +260,15 @@ def test_a_module_that_takes_no_hook_leaves_compiled_code_as_it_was(monkeypatch)
     with pytest.raises(TypeError, match="not callable"):
         lz.trace(model, X)
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_a_try_warns_of_no_slow_reference_and_the_call_that_comes_to_stay_does():
+    call, more = [torch.randn(1, 3, 2, width) for width in (8, 8, 4)], {"sinks": torch.zeros(2), "layout": "BSHD"}
+    if not lz.which("attention", *call, **more)["kernel_id"].startswith("reference."):
+        pytest.skip("wanted a call that the reference alone computes")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with calls_told(lambda *_: None, tried=True):
+            lz.attention(*call, **more)
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="runs its slow reference"):
+        lz.attention(*call, **more)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import sys
+from contextvars import ContextVar
 
 from layerzero.core.errors import LayerZeroFallbackWarning, LayerZeroPerformanceWarning, LayerZeroWarning
 from layerzero.core.plan import Plan
@@ -18,6 +19,9 @@ from layerzero.engine.frozen_choices import Frozen
 from layerzero.engine.health import Health
 from layerzero.engine.pick import PLACE
 from layerzero.engine.policy import Policy
+
+TRIED: ContextVar[bool] = ContextVar("layerzero_tried", default=False)
+"""Whether calls are tries: what runs the slow reference is not taken for it, or tells so when it runs for good."""
 
 _told: set[tuple[str, str]] = set()
 _told_lock = forking.lock()
@@ -41,8 +45,8 @@ def tell_fallback(plan: Plan, another: Plan, error: Exception, health: Health) -
 
 def tell_reference(plan: Plan) -> None:
     """Say once for each operation that the slow reference runs, and what kept the nearest kernel out."""
-    if plan.report.locked or (plan.kernel.id, "reference") in _told:
-        return  # it was requested, or is known
+    if plan.report.locked or TRIED.get() or (plan.kernel.id, "reference") in _told:
+        return  # it was requested, is a try, or is known
     nearest = min(plan.report.failures.items(), key=lambda item: _distance(item[1]), default=None)
     why = f"{nearest[0]}: {nearest[1][0]}" if nearest else "it has no other kernel"
     _once(

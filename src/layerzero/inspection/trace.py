@@ -21,6 +21,7 @@ from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.core.system import forking
 from layerzero.engine.dispatch import ENGINE, Watcher
+from layerzero.engine.logging_once import TRIED
 from layerzero.engine.pick import PLACE, why
 from layerzero.engine.scopes import holding
 
@@ -195,11 +196,12 @@ def trace(model: Any, /, *inputs: Any, **arguments: Any) -> Trace:
 
 
 @contextmanager
-def calls_told(saw: Watcher) -> Iterator[None]:
-    """Tell it of every call that runs meanwhile."""
+def calls_told(saw: Watcher, *, tried: bool = False) -> Iterator[None]:
+    """Tell it of every call that runs meanwhile; none of those ``tried`` warns of a slow reference."""
     ENGINE.watch(saw)
     try:
-        yield
+        with holding(TRIED, tried):
+            yield
     finally:
         ENGINE.unwatch(saw)
 

@@ -371,7 +371,7 @@ def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None,
     from layerzero.integrations.transformers_patches import EXCHANGES
 
     exchanges = holding(EXCHANGES, not swap.chosen)
-    with holding(_ERRORS, errors), exchanges, calls_told(saw), swap.meanwhile(COMPARED):
+    with holding(_ERRORS, errors), exchanges, calls_told(saw, tried=True), swap.meanwhile(COMPARED):
         run()
     if not errors:
         return None, "no attention was computed on these inputs"
