@@ -215,8 +215,7 @@ class Dispatcher:
         """
         failed, began_ns = set(failed), time.perf_counter_ns()
         while True:
-            frozen = self.engine.frozen
-            machine = probe.this_machine()  # anew: a library that did not load is out, with all its kernels
+            frozen, machine = self.engine.frozen, probe.this_machine()  # anew: what did not load is out
             report, judged = self.explain(arguments, policy, machine=machine, failed=failed, complete=False)
             if report.chosen is None or report.chosen.kernel.is_reference:  # its reader may ask why
                 report = with_every_reason(report, policy, machine)
@@ -231,8 +230,8 @@ class Dispatcher:
                 failures.not_loaded(chosen.kernel, report, error, self.engine)
                 failed.add(chosen.kernel.id)
                 continue
-            if self.engine.frozen is not frozen:  # frozen or thawed meanwhile: the next choice is made with it
-                continue
+            if self.engine.frozen is not frozen:
+                continue  # frozen or thawed meanwhile: the next choice is made with it
             if self._prove(plan, arguments):
                 if policy.sampling_rate and not report.facts.operation.is_collective and plan.gives is None:
                     SERVICES.sample(plan, self.function, policy.sampling_rate)
