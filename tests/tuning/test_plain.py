@@ -19,6 +19,7 @@ from layerzero.ops.tokenize.declare import ENCODE
 from layerzero.ops.tokenize.identity import digest
 from layerzero.ops.tokenize.tokenizer import resolve
 from layerzero.tuning.measurement import plain
+from layerzero.tuning.measurement.clocks import Sample
 from layerzero.tuning.measurement.plain import plain_jobs, tune_plain
 from layerzero.tuning.prediction.fitting import FULL_SAMPLES
 
@@ -257,3 +258,27 @@ def test_a_child_proves_and_the_verdict_lets_it_run(place, tmp_path, monkeypatch
     with lz.scope(locks={"tokenize.encode": "gigatoken.encode"}):
         assert lz.tokenize("abc def", place)["input_ids"] == resolve(place).native.encode("abc def").ids
     assert lz.vet("tokenize", params={"tokenizer_id": place}, kernels=["gigatoken"]) == ()
+
+
+def test_a_library_that_is_hopeless_in_one_long_call_gets_no_other(monkeypatch):
+    """A text of 800,000 characters: the slowest of three took most of what measuring takes."""
+
+    class Told:
+        def once(self, run):
+            return run()
+
+        def sample(self, run, about_us):
+            return Sample(run())
+
+        def calmer(self):
+            return None
+
+    def of(name, about_us):
+        return lambda: (ran.append(name), about_us)[1]
+
+    kernels, ran = [each for each in REGISTRY.kernels() if each.is_reference][:3], []
+    runs = {kernel: of(kernel.id, us) for kernel, us in zip(kernels, (24e3, 30e3, 9e5), strict=True)}
+    monkeypatch.setattr(plain, "clock_of", lambda _: Told())
+    times = plain._times(plain._Contest(None, None, runs), 20, "tune")
+    assert [ran.count(kernel.id) > 1 for kernel in kernels] == [True, True, False]
+    assert list(times) == kernels
