@@ -36,6 +36,7 @@ from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.codes import fell_back
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
+from layerzero.integrations.optimize.times.module_times import compiled_parts, uncompiled
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced, switch_all
 from layerzero.integrations.optimize.times.workload import (
     RUN,
@@ -285,8 +286,14 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
     if not time.allows("everything, the first run of the model included", RUN):
         report.left.append(Left("", type(root).__name__, NO_TIME))
         return
+    parts = compiled_parts(root)
+
+    def find_all(*finders: Callable[[Search], Iterator[Replaced | Left]]) -> list[Replaced]:
+        with uncompiled(parts):
+            return [each for finder in finders for each in report.sort(finder(search), parts)]
+
     watched = compiled_calls.CallsOfInputs(root)
-    with watching([each for _, each in watched.models], watched.keep), collectives() as exchanged:
+    with uncompiled(parts), watching([each for _, each in watched.models], watched.keep), collectives() as exchanged:
         before = [] if workload is None else workload.run()
     shared = exchanged is not None and exchanged.seen
     if shared:
@@ -300,10 +307,10 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
     report.stock = "" if workload is None else stock_of(root, workload.device)
     finders = FINDERS if asked is None else (asked.find, *FINDERS)
     with time.holding_back(0.0 if workload is None else time.expected_s(RUN, WHOLE)):  # else nothing tells what slows
-        found = [each for finder in finders for each in report.sort(finder(search))]
+        found = find_all(*finders)
     invariant = current_policy().invariant  # then nothing goes because of its time, and no compiler helps
     mended = any(each.mends for each in found)  # a compiled model has the faults of its own code
-    left = workload is None or asked is not None or invariant or mended
+    left = workload is None or asked is not None or invariant or mended or bool(parts)
     targets = [] if left else compiled_calls.compile_calls(search, report, watched)
     _join(found, root, report)
     for each in found:
@@ -322,13 +329,13 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
         time_random_rows(search, report)
         requested.keep_sizes(search, report)
     if padding and not invariant:  # behind the timing of modules, which is at sizes of their own
-        for each in list(report.sort(stacks.find(search))):
+        for each in find_all(stacks.find):
             report.put_on(each)
     if not search.graph and not invariant:  # it rests on the products that stayed
-        for each in list(report.sort(gguf_steps.find(search))):
+        for each in find_all(gguf_steps.find):
             report.put_on(each)
     if search.graph:  # behind the timing, whose runs of the model are no steps
-        for each in report.sort(find_steps(search)):
+        for each in find_all(find_steps):
             report.put_on(each)
     report._forget()
     if workload is not None and not invariant:

@@ -359,6 +359,10 @@ class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     seen = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # torch asks as it makes the class, and then imports its compiler for a call:
+        return "torch._dynamo" in sys.modules  # 2.2 s of the 3.7 s of a first lz.optimize (Zen 4, 2026-12-01)
+
     def __init__(self, module: Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         classes = set() if module is None else {type(each) for each in module.modules()}

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,36 @@ _Alike = tuple[str, str, tuple[str, ...], bool]
 
 OUTSIDE = "outside any module"
 """The code of models that hold others, and of the caller: masks, caches, loops."""
+
+
+COMPILED = "its calls run what torch.compile made of its own code"
+
+
+def compiled_parts(root: Module) -> tuple[str, ...]:
+    """Paths of the modules whose calls run code that torch.compile made."""
+
+    def is_compiled(module: Module) -> bool:
+        return module._compiled_call_impl is not None or hasattr(
+            vars(module).get("forward"), "_torchdynamo_orig_callable"
+        )
+
+    return tuple(path for path, each in root.named_modules() if is_compiled(each))
+
+
+def is_compiled_with(path: str, parts: Iterable[str]) -> bool:
+    """Whether a module is one of those parts, lies in one, or holds one."""
+    return any(f"{path}.".startswith(f"{each}." if each else "") for each in parts) or any(
+        f"{each}.".startswith(f"{path}." if path else "") for each in parts
+    )
+
+
+def uncompiled(parts: Sequence[str]) -> AbstractContextManager[Any]:
+    """Run modules' own code meanwhile, where there are compiled parts.
+
+    A module that was compiled with ``fullgraph=True`` refuses hooks that ask the time. It runs no more once it was
+    called in a mode of torch that sees each operator (torch 2.13, December 2026).
+    """
+    return torch.compiler.set_stance("force_eager") if parts else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -111,8 +142,9 @@ def spent(
 def _units(root: Module, replaced: Mapping[str, str]) -> Iterator[tuple[Module, str]]:
     """The outermost modules that are replaced, and those that hold none; each with its kind."""
     done: list[str] = []
+    parts = compiled_parts(root)  # a hook would be compiled, too
     for path, module in root.named_modules():
-        if any(path.startswith(f"{each}.") for each in done):
+        if any(path.startswith(f"{each}.") for each in done) or is_compiled_with(path, parts):
             continue
         kind = replaced.get(path)
         if kind is None and path and not any(each.startswith(f"{path}.") for each in replaced):

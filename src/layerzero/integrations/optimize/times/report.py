@@ -16,7 +16,7 @@ from layerzero.integrations.optimize.swaps.candidate import Candidate
 from layerzero.integrations.optimize.swaps.codes import Requested, compared, fell_back
 from layerzero.integrations.optimize.swaps.swap import SIZES, Exchange, State, Swap
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs
-from layerzero.integrations.optimize.times.module_times import Spent, table
+from layerzero.integrations.optimize.times.module_times import COMPILED, Spent, is_compiled_with, table
 from layerzero.integrations.optimize.times.timing import Paced
 from layerzero.integrations.optimize.times.workload import TimeLeft, Workload, perplexity
 from layerzero.tuning.measurement.tune import Tuned
@@ -211,11 +211,13 @@ class Optimized:
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin
 
-    def sort(self, found: Iterable[Replaced | Left]) -> Iterator[Replaced]:
-        """What may be put on; what is left is kept here."""
+    def sort(self, found: Iterable[Replaced | Left], compiled: Sequence[str] = ()) -> Iterator[Replaced]:
+        """What may be put on; what is left is kept here, and so are forwards that torch.compile has no use for."""
         for each in found:
             if isinstance(each, Left):
                 self.left.append(each)
+            elif isinstance(each.exchange, Swap) and is_compiled_with(each.path, compiled):
+                self.left.append(Left(each.path, each.module, f"{each.kind}: {COMPILED}"))
             else:
                 yield each
 
