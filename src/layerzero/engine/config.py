@@ -238,7 +238,7 @@ def plain_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
             return node
 
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)  # noqa: S506  # a safe one
+        values = Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise PolicyError(f"{path}: wanted a file of settings, got: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # no UTF-8, a date that is none, endless nesting
