@@ -17,6 +17,7 @@ from torch.nn import functional
 import layerzero as lz
 from drawing import at_once
 from layerzero.engine.functions import CALLS
+from layerzero.ops.linear.glance import LOOKS, Glances
 from layerzero.ops.linear.packed import BELONGS
 
 KERNELS = [kernel.id for kernel in lz.list_kernels("mlp.linear") if BELONGS in kernel.limits]
@@ -123,12 +124,29 @@ def test_writes_that_torch_does_not_count_are_seen_in_memory(path, kernel, way):
     close(locked_call(kernel, x, weight, bias, packed=packed), x, weight, bias)
 
 
-@pytest.mark.parametrize("make", [lambda: torch.randn(1, 1), lambda: torch.randn(16, 32)[:, ::2]])
-def test_memory_that_is_small_or_not_the_weights_alone_is_not_looked_into(make):
-    weight = make()
+def test_memory_that_is_not_the_weights_alone_is_not_looked_into():
+    weight = torch.randn(16, 32)[:, ::2]
     packed = lz.PackedWeight(weight)
     weight.data.mul_(2)
     assert packed.kind_for(weight) == "packed"
+
+
+def test_memory_of_less_than_a_word_is_looked_into():
+    """The second scale of nvfp4 has 4 bytes: it was never looked at."""
+    weight = lz.quantize_weight(torch.randn(64, 64), "nvfp4")
+    packed, scale = weight.packed, weight.fields[-1]
+    assert scale.nbytes == 4
+    scale.data.mul_(2)
+    assert packed.is_stale
+
+
+@pytest.mark.parametrize("numbers", [1, 1025])
+def test_weights_of_a_model_need_not_be_whole_words_or_parts(numbers):
+    weight = torch.randn(numbers)
+    glances = Glances([weight])
+    assert not glances.differ
+    weight.data[-1] *= 2
+    assert any(glances.differ for _ in range(LOOKS))
 
 
 def test_another_memory_under_the_same_weight_is_seen():

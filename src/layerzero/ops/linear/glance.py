@@ -71,8 +71,7 @@ class Glance:
         self.late = False
         self._memory: Any = None
         self._sums: list[int] = []
-        words = _words_of(weight)
-        if not words:
+        if not _can_be_read(weight):
             return
         storage = weight.untyped_storage()
         offset = int(weight.storage_offset()) * weight.element_size()
@@ -80,7 +79,9 @@ class Glance:
         self._size = weight.nbytes
         if offset + self._size > self._bytes:  # it was exchanged in between
             return
-        self._memory = (ctypes.c_uint64 * words).from_address(self._at + offset)
+        unit = ctypes.c_uint64 if self._size >= _WORD else ctypes.c_uint8  # nvfp4 has a scale of 4 bytes
+        words = self._size // ctypes.sizeof(unit)
+        self._memory = (unit * words).from_address(self._at + offset)
         spread = (int(words * (number * _GOLDEN % 1.0)) for number in range(1, WORDS + 1))
         self._places = list(spread) if words > WORDS else [number % words for number in range(WORDS)]
         self._stands = _stands(self._memory, self._places)
@@ -137,11 +138,14 @@ class Glances:
         self._parts = [
             (each, start, total)
             for each in self._each
-            for start, total in zip(range(0, ctypes.sizeof(each._memory), each._part), each._sums, strict=True)
+            for start, total in zip(range(0, each._size, each._part), each._sums, strict=True)
         ]
         self._some, self._next, self._late = -(-len(self._parts) // LOOKS), 0, False
         words = {
-            ctypes.addressof(each._memory) + _WORD * at: each._memory[at] for each in self._each for at in each._places
+            ctypes.addressof(each._memory) + _WORD * at: each._memory[at]
+            for each in self._each
+            if each._size >= _WORD  # of a smaller one its part is compared
+            for at in each._places
         }
         in_c, self._stands = IN_C.get("stands"), None
         if in_c is not None and not any(each % _WORD for each in words):
@@ -164,17 +168,17 @@ class Glances:
 def _stands(memory: Any, places: list[int]) -> Callable[[], bool]:
     """Whether some words of memory are still those of now: in C in a fifth of the time."""
     pick: Callable[[Any], tuple[int, ...]] = itemgetter(*places)
-    found, in_c = pick(memory), IN_C.get("stands")
+    found, in_c = pick(memory), IN_C.get("stands") if memory._type_ is ctypes.c_uint64 else None
     if in_c is None:
         return lambda: pick(memory) == found
     return functools.partial(in_c, ctypes.addressof(memory), array("q", places).tobytes(), array("Q", found).tobytes())
 
 
-def _words_of(weight: Tensor) -> int:
-    """How many words of memory are the weight's alone and may be read; 0 where a host cannot read them."""
+def _can_be_read(weight: Tensor) -> bool:
+    """Whether memory is the weight's alone and a host can read it."""
     if type(weight) not in _PLAIN or weight.device.type != "cpu" or weight.layout is not torch.strided:
-        return 0
-    return weight.nbytes // _WORD if torch.ops.aten.is_non_overlapping_and_dense.default(weight) else 0
+        return False
+    return weight.nbytes > 0 and bool(torch.ops.aten.is_non_overlapping_and_dense.default(weight))
 
 
 _SAMPLE = 1 << 16
