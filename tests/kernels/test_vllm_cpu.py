@@ -206,6 +206,32 @@ def test_what_lies_beyond_a_sequence_reaches_no_result(loaded, beyond):
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("with_step", [False, True])
+@pytest.mark.parametrize("kernel", ["vllm.cpu.paged_tokens", "vllm.cpu.paged_codes"])
+@pytest.mark.parametrize("name", ["alibi_slopes", "cu_seqlens_q", "context_lens"])
+def test_numbers_that_do_not_follow_each_other_are_read_as_they_are(loaded, name, kernel, with_step):
+    """The operator reads them as if they did: slopes, starts and lengths were those of others."""
+    query, *caches, tables, lens, starts = mixed_call()
+    scales = {}
+    if kernel == "vllm.cpu.paged_codes":
+        keys, whole = caches[0], torch.randn(len(caches[0]), 2, 64, 32).to(torch.float8_e4m3fn)
+        caches = [whole[:, :, :32].as_strided(keys.shape, keys.stride()), whole[:, :, 32:]]
+        scales = {"key_scale": torch.tensor(0.5), "value_scale": torch.tensor(0.3)}
+
+    def run(context_lens=lens, cu_seqlens_q=starts, alibi_slopes=SCORES["slopes"]["alibi_slopes"]):
+        step = lz.StepMetadata(tables, context_lens, cu_seqlens_q=cu_seqlens_q) if with_step else None
+        more = {"cu_seqlens_q": cu_seqlens_q, "alibi_slopes": alibi_slopes, "step": step, "layout": "HND", **scales}
+        arguments = (query, *caches, tables, context_lens)
+        if reasons := lz.explain("paged_attention", *arguments, **more).reasons(kernel):
+            pytest.skip("; ".join(map(str, reasons)))
+        with lz.scope(locks={"paged_attention": kernel}):
+            return lz.paged_attention(*arguments, **more)
+
+    dense = {"context_lens": lens, "cu_seqlens_q": starts, **SCORES["slopes"]}[name]
+    strided = torch.stack((dense, torch.full_like(dense, 7)), 1)[:, 0]
+    torch.testing.assert_close(run(**{name: strided}), run(), rtol=1e-5, atol=1e-5)
+
+
 def test_masks_that_vllms_kernel_draws_otherwise_are_refused(loaded):
     *arguments, starts = mixed_call()
     for more in (
@@ -334,8 +360,8 @@ def test_a_thread_that_never_called_torch_plans_for_as_many_threads_as_torch_has
 
 
 def test_rows_of_the_least_numbers_are_quantized_as_others_are():
-    """vLLM multiplies by 127 over a row's largest number, which is infinite below 4e-37: each number became -128."""
-    largest = torch.tensor([1.0, 0.0, 2.8e-39, 1.4e-45, 3e-37])
+    """vLLM multiplies by 127 over a row's largest number, which is infinite up to 4e-37: each number became -128."""
+    largest = torch.tensor([1.0, 0.0, 2.8e-39, 1.4e-45, 3e-37, 127 * 2.0**-128])
     x = torch.tensor([1.0, -0.5, 0.0, 0.25] * 8) * largest.unsqueeze(1)
     found = []
     for kernel in ("vllm.cpu.quantize_rows", "reference.quantize.int8"):

@@ -174,9 +174,8 @@ class LayerZeroAttentionImpl(AttentionImpl):  # type: ignore[misc]
         self.codes = _CODES.get(kv_cache_dtype)
         if self.codes is None and kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"):
             problems.append(f"kv_cache_dtype: wanted that of the model or {', '.join(_CODES)}, got {kv_cache_dtype!r}")
-        if (
-            self.codes is not None and not _on_cpu()
-        ):  # the reference, which widens the whole cache, is all that is there
+        # over such a cache a GPU has the reference alone, which widens all of it
+        if self.codes is not None and not _on_cpu():
             problems += [
                 f"{name}: wanted None over a cache of {kv_cache_dtype} on a GPU, got some"
                 for name, given in (("alibi_slopes", alibi_slopes), ("sinks", sinks))

@@ -87,8 +87,8 @@ class _Schedule:
 
     def update(self, step: StepMetadata) -> None:
         self.threads = torch.get_num_threads()
-        lens, starts = step.context_lens, step.cu_seqlens_q if self._several else None
-        self.starts = _one_each(lens) if starts is None else starts
+        lens, starts = step.context_lens.contiguous(), step.cu_seqlens_q if self._several else None
+        self.starts = _one_each(lens) if starts is None else starts.contiguous()
         self.metadata = self._compute(lens, self.starts)
         self.writes_all = bool(lens.all())
 
@@ -310,6 +310,12 @@ _IN_REACH = (
 """A cache of 2**31 elements ended the process, one of 2**33 gave other numbers (EPYC Zen 4, 2026-11-30)."""
 
 
+_SEVERAL = (
+    limit.Custom("without causal: windows to both sides, no alibi_slopes; float32 slopes by head", _masks),
+    limit.last_stride_one("query", "block_tables", "alibi_slopes"),
+    limit.contiguous("context_lens", "cu_seqlens_q"),
+)
+
 _over_pages = functools.partial(VLLM_CPU.kernel, layout="HND", priority=60)
 
 KERNELS = (
@@ -325,9 +331,7 @@ KERNELS = (
         mixed.ALL,
         _load_attention,
         *LIMITS,
-        limit.Custom("without causal: windows to both sides, no alibi_slopes; float32 slopes by head", _masks),
-        limit.last_stride_one("query", "block_tables"),
-        limit.contiguous("context_lens", "cu_seqlens_q"),
+        *_SEVERAL,
         accepts=("causal", "scale", "window", "softcap", "sinks", "alibi_slopes", "step"),
     ),
     _over_pages(
@@ -335,9 +339,7 @@ KERNELS = (
         tuple(each.name for each in (quantized.DECODE, quantized.PREFILL)),
         _load_attention,
         *LIMITS_CODES,
-        limit.Custom("without causal: windows to both sides, no alibi_slopes; float32 slopes by head", _masks),
-        limit.last_stride_one("query", "block_tables"),
-        limit.contiguous("context_lens"),
+        *_SEVERAL,
         accepts=("causal", "scale", "window", "softcap", "sinks", "alibi_slopes", "step"),
     ),
     _over_pages(
@@ -357,9 +359,7 @@ KERNELS = (
         tiles.ATTENTION.name,
         _load_attention,
         *LIMITS_TILES,
-        limit.Custom("without causal: windows to both sides, no alibi_slopes; float32 slopes by head", _masks),
-        limit.last_stride_one("query", "block_tables"),
-        limit.contiguous("context_lens", "cu_seqlens_q"),
+        *_SEVERAL,
         accepts=("causal", "scale", "window", "softcap", "sinks", "alibi_slopes", "step"),
         priority=60,
     ),

@@ -77,14 +77,15 @@ def paged_attention(
         decodes: a promise that the first so many sequences have one query each, so that kernels may treat them apart;
             None where there are none.
         causal: hide keys in the future, aligned at the end of each sequence; without it every query sees all keys.
-        sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two. All three have a CPU kernel; on
-            GPUs kernels for sinks (sm 9.x, bfloat16) and slopes wait for ``layerzero vet``, and the reference computes
-            the rest, over float8 and int8 all of both.
+        sinks: (H,), one extra logit a head; with cu_seqlens_q alone, as the next two. All three have a CPU kernel. On
+            GPUs the reference computes slopes, and sinks that Triton's kernel does not take, until ``layerzero vet``
+            proved vLLM's (sinks: sm 9.x, bfloat16). Over caches of float8 or int8 it computes all three there.
         alibi_slopes: (H,) or (B, H).
         tree_mask: (T, columns) bool, for drafts that branch: which of its sequence's new tokens each query sees, by
             their places there. Row i of a chain of 3 is True up to column i. Each token sees itself, its parent and
             what that one sees. Sequences with more new tokens than columns are chains. ``window`` and slopes count
-            depths: a token is as far behind what was cached as it has ancestors in its row.
+            depths: a token is as far behind what was cached as it has ancestors in its row. Trees with either run
+            slower kernels: on a GPU ``torch.paged_each`` with a window, and the reference with slopes or in a capture.
         max_context_len: an upper bound of context_lens that the caller knows; what the tables hold if None. Kernels
             size their work by it. A length above it is the caller's mistake: found on a CPU and in debug mode.
         step: the :class:`layerzero.StepMetadata` of these tables and lengths, so that kernels that plan on the host
