@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import layerzero as lz
 from decoders import output, tokens
+from layerzero.core.eager_state import uncompiled
+from layerzero.integrations.optimize.times.module_times import compiled_parts
 
 pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
@@ -49,9 +51,16 @@ def wrapped(module: nn.Module) -> nn.Module:
     return torch.compile(module, fullgraph=True, backend="eager")
 
 
+def by_class(module: nn.Module) -> nn.Module:
+    """Of which each call is compiled, as with a decorator in its class."""
+    forward = torch.compile(type(module).forward, fullgraph=True, backend="eager")
+    module.__class__ = type(type(module).__name__, (type(module),), {"forward": forward})
+    return module
+
+
 @pytest.mark.parametrize("inputs", [False, True])
 @pytest.mark.parametrize("part", [False, True])
-@pytest.mark.parametrize("compiled", [in_place, by_forward, wrapped])
+@pytest.mark.parametrize("compiled", [in_place, by_forward, wrapped, by_class])
 @torch.no_grad()
 def test_compiled_code_stays_and_runs_as_before(
     compiled: Callable[[nn.Module], nn.Module], part: bool, inputs: bool
@@ -70,6 +79,55 @@ def test_compiled_code_stays_and_runs_as_before(
         torch.testing.assert_close(model(many)[:3], expected)
     report.undo()
     torch.testing.assert_close(model(rows), expected)
+
+
+@torch.no_grad()
+def test_a_compiled_function_that_a_module_calls_is_compiled_afterwards() -> None:
+    """One that was first called while ``lz.optimize`` looked at its module ran as it is for good."""
+    torch._dynamo.reset()
+    graphs = []
+    doubled = torch.compile(lambda rows: rows + rows, backend=lambda graph, _: graphs.append(graph) or graph)
+
+    class Calls(Layer):
+        def forward(self, rows: Tensor) -> Tensor:
+            return doubled(super().forward(rows))
+
+    rows, model = torch.randn(3, 16), Calls().eval()
+    lz.optimize(model)
+    model(rows)
+    assert graphs
+
+
+@torch.no_grad()
+def test_the_error_is_of_compiled_runs_on_both_sides() -> None:
+    torch._dynamo.reset()
+    model = Layer().eval()
+    model.feed.compile(backend=lambda graph, _: lambda *given: [each * 1.01 for each in graph(*given)])
+    report = lz.optimize(model, torch.randn(64, 16), rounds=1, isolate=False)
+    assert report.error is not None
+    assert report.error < 1e-5
+
+
+def test_a_module_that_torch_is_not_to_compile_counts_as_none() -> None:
+    model = Layer().eval()
+    model.feed.forward = torch.compiler.disable(model.feed.forward)
+    assert compiled_parts(model) == ()
+
+
+def test_blocks_without_compiled_code_may_end_in_any_order() -> None:
+    """Torch has one setting for all threads: with two of them it stayed for good."""
+    torch._dynamo.reset()
+    graphs: list[object] = []
+    compiled = torch.compile(lambda rows: rows + 1, backend=lambda graph, _: graphs.append(graph) or graph)
+    one, other = uncompiled(), uncompiled()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    compiled(torch.ones(2))
+    assert not graphs
+    other.__exit__(None, None, None)
+    compiled(torch.ones(2))
+    assert graphs
 
 
 @pytest.mark.usefixtures("unmeasured")

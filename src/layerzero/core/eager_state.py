@@ -1,15 +1,20 @@
 """Eager state that calls of some functions depend on, in one table: how each is read, and the fact that it becomes.
 
 A function names what its calls depend on (``Function.state``). The hit paths, in C and in Python, query what it names
-and hold the answers in the key; other functions do not pay for it. A new state is one new row.
+and hold the answers in the key; other functions do not pay for it. A new state is one new row. Besides, a block in
+which torch runs no compiled code.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -142,3 +147,31 @@ def state_values(read: Mapping[str, object], dtype: object) -> dict[str, object]
         fact: each.neutral if each.dtype not in (None, dtype) else read.get(fact, each.neutral)
         for fact, each in STATE_FACTS.items()
     }
+
+
+_uncompiled: list[Any] = []
+"""The stance of torch that the first open block set, once for each open block."""
+
+_UNCOMPILED = threading.Lock()
+
+
+@contextmanager
+def uncompiled(wanted: bool = True) -> Iterator[None]:
+    """Run functions themselves where code of torch.compile would run, meanwhile, in every thread.
+
+    A module that was compiled with ``fullgraph=True`` refuses hooks. A function that is first called in a mode of torch
+    that sees each operator is not compiled any more, and with ``fullgraph=True`` it raises (torch 2.13). Torch has one
+    such setting for all threads: the first block sets it, and the last one puts back what was there.
+    """
+    if not wanted or "torch._dynamo" not in sys.modules:  # nothing is compiled, and asking would import the compiler
+        yield
+        return
+    with _UNCOMPILED:
+        _uncompiled.append(_uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _UNCOMPILED:
+            held = _uncompiled.pop()
+            if not _uncompiled:
+                held.__exit__(None, None, None)

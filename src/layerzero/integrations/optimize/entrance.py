@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from layerzero.core import emulation
 from layerzero.core.arguments import told
 from layerzero.core.device import Device
+from layerzero.core.eager_state import uncompiled
 from layerzero.core.errors import LayerZeroFallbackWarning, refuse
 from layerzero.core.system import memory, warn
 from layerzero.core.system.resources import available_bytes
@@ -36,7 +37,7 @@ from layerzero.integrations.optimize.swaps.candidate import watching
 from layerzero.integrations.optimize.swaps.codes import fell_back
 from layerzero.integrations.optimize.swaps.swap import Swap, is_dense, is_swapped
 from layerzero.integrations.optimize.swaps.weights import Budget, Packs
-from layerzero.integrations.optimize.times.module_times import compiled_parts, uncompiled
+from layerzero.integrations.optimize.times.module_times import compiled_parts
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Optimized, Replaced, switch_all
 from layerzero.integrations.optimize.times.workload import (
     RUN,
@@ -289,11 +290,12 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
     parts = compiled_parts(root)
 
     def find_all(*finders: Callable[[Search], Iterator[Replaced | Left]]) -> list[Replaced]:
-        with uncompiled(parts):
+        with uncompiled(bool(parts)):
             return [each for finder in finders for each in report.sort(finder(search), parts)]
 
     watched = compiled_calls.CallsOfInputs(root)
-    with uncompiled(parts), watching([each for _, each in watched.models], watched.keep), collectives() as exchanged:
+    models = [] if parts else [each for _, each in watched.models]  # a hook would be compiled, too
+    with watching(models, watched.keep), collectives() as exchanged:
         before = [] if workload is None else workload.run()
     shared = exchanged is not None and exchanged.seen
     if shared:
@@ -328,14 +330,10 @@ def _optimized(search: Search, report: Optimized, asked: requested.Request | Non
     elif workload is None:
         time_random_rows(search, report)
         requested.keep_sizes(search, report)
-    if padding and not invariant:  # behind the timing of modules, which is at sizes of their own
-        for each in find_all(stacks.find):
-            report.put_on(each)
-    if not search.graph and not invariant:  # it rests on the products that stayed
-        for each in find_all(gguf_steps.find):
-            report.put_on(each)
-    if search.graph:  # behind the timing, whose runs of the model are no steps
-        for each in find_all(find_steps):
+    late = [stacks.find] if padding and not invariant else []  # behind the timing of modules, at sizes of their own
+    late += [find_steps] if search.graph else [] if invariant else [gguf_steps.find]  # the first's runs are no steps
+    for finder in late:  # the last one rests on the products that stayed
+        for each in find_all(finder):
             report.put_on(each)
     report._forget()
     if workload is not None and not invariant:

@@ -317,7 +317,7 @@ def quiet(module: Module, *, restores: bool = False) -> Iterator[None]:
     """Run a module as it is served: no gradients, no autocast, not training whatever mode it is in, and after no call.
 
     Qwen2-VL keeps how far a call's pictures moved positions: two rows of text raised behind one row with a picture.
-    ``restores`` puts settings and modules back: a short call exchanges BigBird-Pegasus' attention for good (5.24).
+    ``restores`` puts texts and inner modules back: a short call exchanges BigBird-Pegasus' attention for good (5.24).
     """
     states = [(each, each.training, vars(each).get("rope_deltas")) for each in module.modules()]
     plain = [each for each, *_ in states if restores and not isinstance(each, torch.jit.ScriptModule)]

@@ -24,13 +24,13 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from layerzero.core.eager_state import uncompiled
+
 READS = "its code reads numbers of tensors, as an `if` does, so that other input may take another way"
 
 COMPARES = "its code compares how many rows its input has or how they lie, so that other input may take another way"
 
-
 OUTSIDE = "its code calls {}, which another time may answer otherwise"
-
 LIMITS = "its code calls {}, which may change few values, none of them tried"
 
 LIBRARIES = frozenset({"torch", "transformers", "diffusers", "layerzero", "accelerate", "peft", "einops", "numpy"})
@@ -358,10 +358,8 @@ class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     seen = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # torch asks as it makes the class, and then imports its compiler for a call:
-        return "torch._dynamo" in sys.modules  # 2.2 s of the 3.7 s of a first lz.optimize (Zen 4, 2026-12-01)
+    _should_skip_dynamo = classmethod(lambda _: False)
+    """Else torch imports its compiler for a call: 2.2 s of the 3.7 s of a first ``lz.optimize`` (Zen 4, 2026-12-01)."""
 
     def __init__(self, module: Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -372,12 +370,15 @@ class Listening(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.compared = self._python.compared
 
     def __enter__(self) -> Self:
+        self._eager = uncompiled()
+        self._eager.__enter__()
         self._python.__enter__()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._python.__exit__(*raised)
+        self._eager.__exit__(None, None, None)
         self.seen |= self._python.seen
 
     def why(self, *, may_read: bool = False, may_compare: bool = False) -> str:

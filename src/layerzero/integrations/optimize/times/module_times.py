@@ -6,8 +6,8 @@ import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -34,11 +34,14 @@ COMPILED = "its calls run what torch.compile made of its own code"
 
 
 def compiled_parts(root: Module) -> tuple[str, ...]:
-    """Paths of the modules whose calls run code that torch.compile made."""
+    """Paths of the modules whose calls run code that torch.compile made, of them or of functions that they hold."""
 
     def is_compiled(module: Module) -> bool:
-        return module._compiled_call_impl is not None or hasattr(
-            vars(module).get("forward"), "_torchdynamo_orig_callable"
+        classes = type(module).__mro__[: type(module).__mro__.index(Module)]
+        held = [each for of in (module, *classes) for each in vars(of).values() if isinstance(each, FunctionType)]
+        compiled = [each for each in held if hasattr(each, "_torchdynamo_orig_callable")]  # disabled ones, too
+        return module._compiled_call_impl is not None or any(
+            not hasattr(each, "_torchdynamo_disable") for each in compiled
         )
 
     return tuple(path for path, each in root.named_modules() if is_compiled(each))
@@ -46,18 +49,8 @@ def compiled_parts(root: Module) -> tuple[str, ...]:
 
 def is_compiled_with(path: str, parts: Iterable[str]) -> bool:
     """Whether a module is one of those parts, lies in one, or holds one."""
-    return any(f"{path}.".startswith(f"{each}." if each else "") for each in parts) or any(
-        f"{each}.".startswith(f"{path}." if path else "") for each in parts
-    )
-
-
-def uncompiled(parts: Sequence[str]) -> AbstractContextManager[Any]:
-    """Run modules' own code meanwhile, where there are compiled parts.
-
-    A module that was compiled with ``fullgraph=True`` refuses hooks that ask the time. It runs no more once it was
-    called in a mode of torch that sees each operator (torch 2.13, December 2026).
-    """
-    return torch.compiler.set_stance("force_eager") if parts else nullcontext()
+    own = f"{path}." if path else ""
+    return any(own.startswith(f"{each}." if each else "") or f"{each}.".startswith(own) for each in parts)
 
 
 @dataclass(frozen=True)
