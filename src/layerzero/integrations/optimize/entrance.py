@@ -136,7 +136,7 @@ def optimize(
     Norms, feed-forward blocks, experts of mixtures, linear layers, and whole layers of decoders and encoders are found
     by what they compute. Attention of Transformers is set to ``"layerzero"``. Each module keeps its class, parameters
     and place. ``state_dict``, ``save_pretrained``, ``.to()``, deep copies, ``torch.save`` (of the stock module) and
-    hooks work as before, and nothing of the process is changed. Calls that record gradients, run under autocast, in
+    hooks work as before, and nothing of the process stays changed. Calls that record gradients, run under autocast, in
     training mode or in ``torch.compile`` run the modules' own code. So does a module that changed since its check, or
     one of whose submodules did: another mode, hook, attribute, submodule, class or forward, or another function of
     torch that its code names. What is changed back is LayerZero's again. Shallow copies and replicas of
