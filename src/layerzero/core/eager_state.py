@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+
+from layerzero.core.system.forking import lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ def state_values(read: Mapping[str, object], dtype: object) -> dict[str, object]
 _uncompiled: list[Any] = []
 """The stance of torch that the first open block set, once for each open block."""
 
-_UNCOMPILED = threading.Lock()
+_UNCOMPILED = lock()
 
 
 @contextmanager
