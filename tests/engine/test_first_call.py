@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import layerzero as lz
 from layerzero.engine import dispatch, legality
-from layerzero.engine.config import CONFIGURATION, current_policy
+from layerzero.engine.config import CONFIGURATION, Configuration, current_policy
 from layerzero.engine.functions import CALLS
 from layerzero.ops import FUNCTIONS
 
@@ -158,3 +160,28 @@ def test_a_function_that_is_made_while_settings_change_hears_of_it(monkeypatch):
         assert made.cache.current is made.cache.table(CONFIGURATION.policy)
     finally:
         dispatch.ENGINE.forget("none", made.cache)
+
+
+@pytest.mark.parametrize("first", ["keep_current", "bump"])
+def test_the_first_reader_of_the_settings_waits_for_no_thread_that_changes_them(first, monkeypatch):
+    """A change holds the settings and waits for the engine, which was held by what waited for the settings."""
+    changing = threading.Event()
+
+    class Slow(Configuration):
+        def _read_environment(self):
+            changing.set()
+            time.sleep(0.2)  # meanwhile the other thread comes as far as it can
+            super()._read_environment()
+
+    settings = Slow({})
+    monkeypatch.setattr(dispatch, "CONFIGURATION", settings)
+    engine = dispatch.Engine(SimpleNamespace(on_change=lambda _: None, has_own=False))
+    reads = {"keep_current": lambda: engine.keep_current(dispatch.PlanCache()), "bump": engine.bump}[first]
+    threads = [threading.Thread(target=each, daemon=True) for each in (settings.reset, reads)]
+    for thread in threads:
+        thread.start()
+        assert changing.wait(60)
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "each of the two waits for the other"
+    assert engine.epoch == (2 if first == "bump" else 1)

@@ -8,7 +8,7 @@ from layerzero.core.evidence import Measurement
 from layerzero.core.ledger import Verdict
 from layerzero.core.operation import Routed
 from layerzero.engine.dispatch import ENGINE
-from layerzero.engine.plain import plain_facts
+from layerzero.engine.plain import PlainDispatcher, plain_facts
 from layerzero.engine.registry import REGISTRY
 from layerzero.ops import PLAIN_OPERATIONS
 from layerzero.ops.tokenize.tokenizer import resolve
@@ -178,3 +178,26 @@ def test_freezing_holds_kernels_of_tensors_alone(few):
         assert lz.tokenize("the self", few)["input_ids"] == resolve(few).native.encode_ordinary("the self")
     finally:
         lz.thaw()
+
+
+@pytest.mark.filterwarnings("ignore::layerzero.LayerZeroWarning")  # of what freezes nothing
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_choice_during_which_choices_freeze_or_thaw_is_made_anew(few, frozen, monkeypatch):
+    asked, explain = [], PlainDispatcher.explain
+
+    def meanwhile(*args, **more):
+        found = explain(*args, **more)
+        asked.append(lz.frozen() is not None)
+        if len(asked) == 1:
+            (lz.thaw if frozen else lz.freeze)()
+        return found
+
+    if frozen:
+        lz.freeze()
+    monkeypatch.setattr(PlainDispatcher, "explain", meanwhile)
+    try:
+        assert lz.tokenize("the", few)["input_ids"]
+        assert asked == [frozen, not frozen]
+    finally:
+        if lz.frozen() is not None:
+            lz.thaw()

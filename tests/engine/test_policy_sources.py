@@ -13,7 +13,7 @@ from planted_calls import chosen
 import layerzero as lz
 from drawing import at_once
 from layerzero.engine import config
-from layerzero.engine.config import environment_settings
+from layerzero.engine.config import environment_settings, plain_yaml
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -72,6 +72,21 @@ def test_a_key_of_a_file_that_comes_twice_is_refused(text, tmp_path):
     file.write_text(text)
     with pytest.raises(lz.PolicyError, match=r"layerzero\.yaml: not valid YAML: wanted every key once, got '.*' twice"):
         lz.load_config(file)
+
+
+def test_a_list_that_is_a_key_twice_is_told_as_text(tmp_path):
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("? [a, b]\n: 1\n? [a, b]\n: 2\n")
+    with pytest.raises(lz.PolicyError, match=r"every key once, got \['a', 'b'\] twice; keep one of them"):
+        lz.load_config(file)
+
+
+def test_a_file_may_merge_twice(tmp_path):
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("rules: [{match: &one {operation: attention}, avoid: [torch]},\n"
+                    "  {match: &other {dtype: float32}, avoid: [torch]},\n"
+                    "  {match: {<<: *one, <<: *other}, avoid: [torch]}]\n")  # fmt: skip
+    assert plain_yaml(file)["rules"][2]["match"] == {"operation": "attention", "dtype": "float32"}
 
 
 def test_what_a_file_merges_may_say_a_key_again(tmp_path):

@@ -58,18 +58,6 @@ def test_a_free_threaded_interpreter_has_no_gil_unless_the_extension_is_asked_fo
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.startswith(said)
 
 
-@pytest.fixture
-def inheriting(monkeypatch):
-    """Threads that have the context of the one that starts them, as they do without a GIL."""
-
-    def start(self, begin=threading.Thread.start):
-        work, self.run = self.run, None
-        self.run = functools.partial(copy_context().run, work)
-        begin(self)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-
-
 def of_its_own(told, monkeypatch):
     resources.started("test", told).join()
 

@@ -207,7 +207,6 @@ def test_a_document_goes_to_another_process_and_back(tmp_path):
     script = f"""
 import layerzero as lz
 from layerzero.core.ledger import Ledger
-from layerzero.engine import plan_source
 from layerzero.engine.dispatch import ENGINE
 ENGINE.ledger = Ledger()  # as in this process: times ship for some machines
 print(lz.freeze({str(tmp_path / "frozen.json")!r}).hash)

@@ -301,6 +301,14 @@ def test_a_line_of_what_is_no_utf_8_is_written_with_escapes():
     assert (line["message"], line["reason"], line["at_ns"]) == ("no file \udcff", "\udc80", 3)
 
 
+@pytest.mark.parametrize("text", ["plain", "no file \udcff"])
+def test_numbers_that_json_has_none_for_are_null_in_every_line(text):
+    event = {"a": math.inf, "b": [-math.inf, math.nan]}
+    written = lz.JsonFormatter().format(logging.makeLogRecord({"name": "other", "msg": text, "layerzero": event}))
+    line = json.loads(written, parse_constant=pytest.fail)
+    assert (line["message"], line["a"], line["b"]) == (text, None, [None, None])
+
+
 @pytest.mark.parametrize("given", ["a string", 3, None, ["kind"]])
 def test_a_record_of_another_library_may_use_the_name(given):
     record = logging.makeLogRecord({"name": "other", "msg": "a line", "layerzero": given})

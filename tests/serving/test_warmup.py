@@ -49,6 +49,17 @@ def test_what_a_manifest_lists_is_built(compiled, tmp_path):
         lz.warmup("rms_norm", [(8, 64)], manifest=file)
 
 
+def test_a_dtype_that_nothing_would_hear_is_refused(compiled, tmp_path):
+    file, weight = tmp_path / "workload.json", torch.randn(64)
+    with lz.record(file):
+        lz.rms_norm(torch.randn(8, 64), weight)
+    with pytest.raises(ValueError, match="manifest: wanted it alone, got shapes, a dtype or parameters, too"):
+        lz.warmup("rms_norm", dtype="float32", manifest=file)
+    with pytest.raises(ValueError, match=r"^dtype: wanted with an operation's name alone, .*; give the model"):
+        lz.warmup(lambda x: lz.rms_norm(x, weight), torch.randn(8, 64), dtype="bfloat16")
+    assert compiled == []
+
+
 def test_what_calls_of_one_class_compile_each_is_built(compiled, tmp_path):
     """Of a class three calls stand for all; a kernel that compiles for each width needs every width."""
     kernel = next(each for each in lz.list_kernels("rms_norm") if each.id == "mine.compiled")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 
 import pytest
@@ -281,6 +283,49 @@ def test_calls_are_bounded_and_a_damaged_file_is_begun_anew(tmp_path, monkeypatc
     assert made.made() == []
     made.add(lz.facts("rms_norm", torch.empty(2, 8), torch.empty(8)))
     assert len(made.made()) == 1
+
+
+def test_a_call_that_cannot_be_written_keeps_no_other_from_the_file(tmp_path, caplog):
+    made = rows_of_times.CallsMade(tmp_path)
+    for hidden in (16, 32):
+        made.add(lz.facts("rms_norm", torch.empty(2, hidden), torch.empty(hidden)))
+        made.add(object())
+    made.write()
+    assert sorted(each.call.tensors["input"].shape[1] for each in made.made()) == [16, 32]
+    assert [each.message for each in caplog.records if each.exc_info] == [
+        "a call is not kept for tuning: its recipe cannot be written"
+    ] * 2
+
+
+@pytest.mark.parametrize(("error", "kept"), [(OSError, True), (KeyboardInterrupt, True), (ZeroDivisionError, False)])
+def test_calls_wait_for_room_and_behind_interrupts_and_for_nothing_else(error, kept, tmp_path, monkeypatch):
+    made = rows_of_times.CallsMade(tmp_path)
+    made.add(lz.facts("rms_norm", torch.empty(2, 8), torch.empty(8)))
+
+    def failing(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rows_of_times.disk, "write_whole", failing)
+        with contextlib.suppress(error):
+            made.write()
+    assert len(made.made()) == kept
+
+
+def test_an_interrupt_as_calls_are_taken_loses_none(tmp_path):
+    class Interrupted(collections.deque):
+        def popleft(self):
+            if len(self) == 1:
+                raise KeyboardInterrupt
+            return super().popleft()
+
+    made = rows_of_times.CallsMade(tmp_path)
+    calls = [lz.facts("rms_norm", torch.empty(2, hidden), torch.empty(hidden)) for hidden in (16, 32, 64)]
+    made._waiting = Interrupted(calls)
+    with pytest.raises(KeyboardInterrupt):
+        made.write()
+    assert list(made._waiting) == calls
+    made.forget()
 
 
 def test_a_growing_size_is_measured_at_both_ends_and_in_the_middle():

@@ -231,9 +231,9 @@ def plain_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
             """Read a mapping. Raises: YAMLError for a key that comes twice: the first one would be dropped."""
             node, keys = super().compose_mapping_node(anchor), set[object]()
             for key, _ in node.value:
-                if (key.tag, str(key.value)) in keys:
-                    wanted = f"wanted every key once, got {key.value!r} twice"
-                    raise yaml.composer.ComposerError(None, None, wanted, key.start_mark)
+                if (key.tag, str(key.value)) in keys and key.tag != "tag:yaml.org,2002:merge":
+                    got = f"{self.construct_object(key, deep=True)!r} twice; keep one of them"
+                    raise yaml.composer.ComposerError(None, None, f"wanted every key once, got {got}", key.start_mark)
                 keys.add((key.tag, str(key.value)))
             return node
 

@@ -89,14 +89,14 @@ class Engine:
 
     def bump(self) -> None:
         """Start a new epoch: every plan is chosen anew on its next call."""
+        _ = CONFIGURATION.policy  # made outside this lock: settings that change hold theirs as they wait for this one
         with self._lock:  # a bump from a timer must not publish a policy that was replaced meanwhile
             self.epoch += 1
-            policy = CONFIGURATION.policy
             for kept in (self.standings, plan_source.TEXTS, reuse.OUTLINES):
                 kept.forget()
             FUSING.look(frozen=self.frozen is not None, registered=self.registry.has_own)
             for cache in self.caches:
-                cache.publish(policy)
+                cache.publish(CONFIGURATION.policy)
 
     def decide(
         self,
@@ -128,6 +128,7 @@ class Engine:
 
     def keep_current(self, cache: PlanCache) -> None:
         """Let a new function's cache hear of every epoch from now on."""
+        _ = CONFIGURATION.policy  # as in bump
         with self._lock:  # else a policy that is replaced meanwhile would stay the one of its hits
             cache.publish(CONFIGURATION.policy)
             self.caches = [*self.caches, cache]
@@ -215,7 +216,7 @@ class Dispatcher:
         """
         failed, began_ns = set(failed), time.perf_counter_ns()
         while True:
-            frozen, machine = self.engine.frozen, probe.this_machine()  # anew: what did not load is out
+            frozen, machine = self.engine.frozen, probe.this_machine()  # a library that did not load is out
             report, judged = self.explain(arguments, policy, machine=machine, failed=failed, complete=False)
             if report.chosen is None or report.chosen.kernel.is_reference:  # its reader may ask why
                 report = with_every_reason(report, policy, machine)
@@ -374,9 +375,8 @@ class Dispatcher:
         cut = batch_split.cut_axis(facts.operation.schema)
         for finding in legality.limit_findings(kernel, seen):
             if finding.repair is None or (finding.repair.argument or cut) not in allowed:
-                log.error(
-                    "%s: its plan does not satisfy its own limits: %s\n%s", kernel.id, finding.reason, plan.source
-                )
+                wrong = "%s: its plan does not satisfy its own limits: %s\n%s"
+                log.error(wrong, kernel.id, finding.reason, plan.source)
                 return False
         plan.proved, plan.adapted = True, seen
         return True

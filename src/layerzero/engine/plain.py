@@ -67,9 +67,10 @@ class PlainDispatcher:
         """Choose a kernel and load it. Raises: NoKernelFoundError where nothing legal is left."""
         failed, began_ns = set(failed), time.perf_counter_ns()
         while True:
+            frozen = self.engine.frozen
             report, _ = self.explain(facts, policy, failed=failed)
-            if self.engine.frozen is not None:
-                self.engine.frozen.refuse(report, policy)
+            if frozen is not None:
+                frozen.refuse(report, policy)
             chosen = require(report)
             try:
                 run = chosen.kernel.load(facts)
@@ -77,8 +78,10 @@ class PlainDispatcher:
                 failures.not_loaded(chosen.kernel, report, error, self.engine)
                 failed.add(chosen.kernel.id)
                 continue
+            if self.engine.frozen is not frozen:
+                continue  # frozen or thawed meanwhile: the next choice is made with it
             plan = Plan(chosen.kernel, report, "kernel(items)", _nothing, run, proved=True, direct=run)
-            logging_once.tell_choice(plan, policy, self.engine.frozen)
+            logging_once.tell_choice(plan, policy, frozen)
             EVENTS.selected(plan, began_ns)
             return plan
 

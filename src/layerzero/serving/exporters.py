@@ -173,7 +173,8 @@ class JsonFormatter(logging.Formatter):
         try:
             return msgspec.json.encode(line, enc_hook=str).decode()
         except UnicodeEncodeError:  # text that is no UTF-8, as in names of files; escapes say it
-            return json.dumps(msgspec.to_builtins(line, enc_hook=str, str_keys=True))
+            text = json.dumps(msgspec.to_builtins(line, enc_hook=str, str_keys=True))
+            return json.dumps(json.loads(text, parse_constant=lambda _: None))  # no number in JSON: null, as above
 
 
 def register_with_logging(logger: str = "layerzero.events") -> Listener:

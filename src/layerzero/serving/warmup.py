@@ -114,7 +114,7 @@ Progress = Callable[[str, int, int], None]
 def warmup(
     operation: str | Callable[..., Any] = "*",
     shapes: Any = None,
-    dtype: torch.dtype | str = torch.float32,
+    dtype: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     *,
     manifest: str | os.PathLike[str] | None = None,
@@ -132,7 +132,7 @@ def warmup(
         shapes: for a model its inputs: a tensor, a tuple, a dict. Else shapes of the first tensor, or of the first
             several: ``(1, 64, 8, 64)`` of a query, ``((1, 64, 32, 128), (1, 64, 8, 128))`` of query and key, ``(512,
             4096)`` of a norm. The operations' own cases if None.
-        dtype: dtype of the tensors.
+        dtype: dtype of the tensors; float32 if None.
         device: where; the CPU, or the current CUDA device if there is one.
         manifest: a file that ``lz.record`` wrote, in place of shapes. Calls that stand for their classes have every
             legal kernel built, all others what they would choose.
@@ -204,7 +204,7 @@ def bar_or(progress: Progress | None) -> Iterator[Progress]:
 def _asked(
     operation: str | Callable[..., Any],
     shapes: Any,
-    dtype: torch.dtype | str,
+    dtype: torch.dtype | str | None,
     device: str,
     manifest: str | os.PathLike[str] | None,
     model: str | Module,
@@ -213,11 +213,11 @@ def _asked(
     """The wanted calls. Raises: ValueError for two ways to say which."""
     model = model_compared(model, manifest)
     if not isinstance(operation, str):
-        return jobs_of_model(operation, shapes, device, {"manifest": manifest, **params})
+        return jobs_of_model(operation, shapes, device, {"dtype": dtype, "manifest": manifest, **params})
     if manifest is None:
-        return _jobs(operation, shapes, dtype_name(dtype_named(dtype)), params)
-    if shapes is not None or params:
-        raise ValueError("manifest: wanted it alone, got shapes or parameters, too")
+        return _jobs(operation, shapes, dtype_name(dtype_named(torch.float32 if dtype is None else dtype)), params)
+    if shapes is not None or dtype is not None or params:
+        raise ValueError("manifest: wanted it alone, got shapes, a dtype or parameters, too; leave them out")
     names = operations_named(operation)[1]
     return [job for job in jobs_of_file(manifest, device, model=model) if job.operation in names]
 

@@ -155,8 +155,7 @@ class FreeMemory:
         kept = self._kept.get(_name(device))
         if max_age_s is None:
             return UNKNOWN if kept is None else kept
-        fresh = kept is not None and self.now_s() - kept.at_s <= max_age_s
-        return kept if kept is not None and fresh else self.renewed(device)
+        return self.renewed(device) if kept is None or self.now_s() - kept.at_s > max_age_s else kept
 
     def renewed(self, device: Device) -> Reading:
         """Read anew, and tell what listens; unknown where the device does not answer."""

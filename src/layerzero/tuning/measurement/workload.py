@@ -344,7 +344,8 @@ def jobs_of_model(
     named = [name for name, value in (said or {}).items() if value is not None and value not in ("", {})]
     if named:
         raise ValueError(
-            f"{', '.join(named)}: wanted with an operation's name alone, got a model, which makes its calls"
+            f"{', '.join(named)}: wanted with an operation's name alone, got a model, which makes its calls; "
+            "give the model and its inputs alone"
         )
     with Recording() as recording, torch.no_grad():
         called(model, () if inputs is None else inputs)

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,7 +30,7 @@ from layerzero.core.evidence import Measurement, call_work
 from layerzero.core.facts import Facts
 from layerzero.core.recipe import CallRecipe
 from layerzero.core.schema import OperationSchema
-from layerzero.core.system import disk, forking
+from layerzero.core.system import disk, forking, log
 from layerzero.engine.registry import REGISTRY
 from layerzero.tuning.storage.environment import Environment
 from layerzero.tuning.storage.sql_schema import COLUMNS, NUMBERS, holds_whole, start_of
@@ -345,20 +345,27 @@ class CallsMade:
                     self._merge()
 
     def _merge(self) -> None:
-        taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        taken = list[Facts]()
         try:
+            for _ in range(len(self._waiting)):
+                taken.append(self._waiting.popleft())
             self._put(taken)
-        except BaseException:  # a full disk, an interrupt: they wait for the next time
-            self._waiting.extendleft(reversed(taken))
+        except BaseException as error:
+            if isinstance(error, OSError) or not isinstance(error, Exception):
+                self._waiting.extendleft(reversed(taken))  # a full disk, an interrupt: they wait for the next time
             raise
 
     def _put(self, taken: Sequence[Facts]) -> None:
-        fresh = Counter(msgspec.json.encode(CallRecipe.of(each)) for each in taken)
         kept = {msgspec.json.encode(each.call): each for each in self._read()}
         now = time.time()
-        for call, count in fresh.items():
-            before = kept[call].count if call in kept else 0
-            kept[call] = Made(before + count, now, msgspec.json.decode(call, type=CallRecipe))
+        for facts in taken:
+            try:
+                call = msgspec.json.encode(CallRecipe.of(facts))
+                before = kept.get(call) or Made(0, now, msgspec.json.decode(call, type=CallRecipe))
+            except Exception:  # logged and left out: it would keep all others from the file
+                log.warning("a call is not kept for tuning: its recipe cannot be written", exc_info=True)
+                continue
+            kept[call] = Made(before.count + 1, now, before.call)
         latest = sorted(kept.values(), key=lambda each: -each.at_unix_s)[:MAX_CALLS]
         disk.write_whole(self.folder / CALLS_FILE, msgspec.json.encode(latest), private=True)
 
