@@ -171,8 +171,10 @@ def _rows(operator: Operator) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         output = torch.empty_like(rows, dtype=torch.int8)
         scale = rows.new_empty((len(rows), 1), dtype=torch.float32)
         operator(output, rows, scale, None)
-        if not rows.is_cpu or not bool((scale <= _LEAST).any()):
+        if not rows.is_cpu:
             return output, scale.masked_fill_(scale == 0.0, 1.0)
+        if len(rows) and bool(scale.amin() > _LEAST):
+            return output, scale
         output.mul_(scale != 0.0)  # numbers below 9e-44 have that scale, too; to fill takes 20 times as long
         if bool((least := scale.masked_fill_(scale == 0.0, 1.0)[:, 0] <= _LEAST).any()):
             codes, scale[least] = quantized_rows(rows[least].to(torch.float32), FORMATS["int8"])
