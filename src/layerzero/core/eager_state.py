@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from layerzero.core.system.forking import lock
+from layerzero.core.system import forking
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +150,10 @@ def state_values(read: Mapping[str, object], dtype: object) -> dict[str, object]
     }
 
 
-_uncompiled: list[Any] = []
+_stances: list[Any] = []
 """The stance of torch that the first open block set, once for each open block."""
 
-_UNCOMPILED = lock()
+_STANCES_LOCK = forking.lock()
 
 
 @contextmanager
@@ -167,12 +167,12 @@ def uncompiled(wanted: bool = True) -> Iterator[None]:
     if not wanted or "torch._dynamo" not in sys.modules:  # nothing is compiled, and asking would import the compiler
         yield
         return
-    with _UNCOMPILED:
-        _uncompiled.append(_uncompiled[0] if _uncompiled else torch.compiler.set_stance("force_eager"))
+    with _STANCES_LOCK:
+        _stances.append(_stances[0] if _stances else torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
-        with _UNCOMPILED:
-            held = _uncompiled.pop()
-            if not _uncompiled:
+        with _STANCES_LOCK:
+            held = _stances.pop()
+            if not _stances:
                 held.__exit__(None, None, None)

@@ -276,10 +276,8 @@ class Flights:
         finally:
             if mine is not None:
                 self._here.choosing = False
-                try:
-                    self._flights.pop(
-                        key, None
-                    )  # without the lock: Python 3.14 handles signals right after it is taken
+                try:  # without the lock: Python 3.14 handles signals right after it is taken
+                    self._flights.pop(key, None)
                 finally:
                     mine.landed.release()
         return plan
