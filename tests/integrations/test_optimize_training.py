@@ -340,6 +340,20 @@ def test_a_cap_that_comes_later_is_heeded():
     torch.testing.assert_close(got, step(model, batch()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("change", ["eps", "forward"])
+def test_a_norm_that_changes_later_runs_its_own_code(change, monkeypatch):
+    model = made().train()
+    stock = copy.deepcopy(model)
+    assert NORM in kinds(lz.optimize(model, training=True))
+    if change == "forward":
+        own = type(model.model.norm).forward
+        monkeypatch.setattr(type(model.model.norm), "forward", lambda self, rows: 2.0 * own(self, rows))
+    for each in (*model.modules(), *stock.modules()) if change == "eps" else ():
+        if hasattr(each, "variance_epsilon"):
+            each.variance_epsilon = 0.5
+    torch.testing.assert_close(step(model, batch()), step(stock, batch()), rtol=1e-4, atol=1e-5)
+
+
 def test_what_a_forward_adds_to_its_loss_stays():
     """A mixture's loss of its router, which was off in the proof."""
     config = transformers.MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=0.5)

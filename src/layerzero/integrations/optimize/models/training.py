@@ -65,7 +65,8 @@ def _norm(self: Module, input: Tensor = ABSENT, /, *others: Any, **named: Any) -
     state: Any = self.__dict__.get(MARK)
     own = None
     if state is not None and not others and not named and not torch.compiler.is_compiling() and not in_transform():
-        own = state.weights_of(self)
+        stamp = state.stamp  # once: undo takes it away
+        own = state.weights_of(self) if stamp is not None and stamp.last.same else None
     if own is None or type(input) is not Tensor or not is_dense(own[0]) or input.dtype is not own[0].dtype:
         return type(self).forward(self, input, *others, **named)
     if state.form == "rms":
