@@ -100,6 +100,24 @@ def test_what_is_no_step_runs_as_it_is_and_is_counted(where: str) -> None:
     assert "gradients are on" in state_of(report).left
 
 
+@pytest.mark.parametrize(
+    "told",
+    [{"attention_mask": torch.ones(2, 9, dtype=torch.int64)}, {"logits_to_keep": torch.tensor([0, 0])}],
+    ids=["a mask of the prompt alone hides the new token", "one logit twice"],
+)
+def test_arguments_of_a_step_hold(told: dict[str, Any], where: str) -> None:
+    model, ids = made(), tokens()
+    stock = copy.deepcopy(model)
+    lz.optimize(model, graph=True)
+    found = []
+    for each in (model, stock):
+        cache = transformers.DynamicCache(config=each.config)
+        with torch.no_grad():
+            each(ids, past_key_values=cache)
+            found.append([each(ids[:, :1], past_key_values=cache, **told).logits for _ in range(2)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_the_cache_stays_the_callers(where: str) -> None:
     """Copied, cropped, continued by a longer input, exchanged for another, kept after undo: as stock's."""
     ids = [tokens(2, length, seed) for seed, length in enumerate((9, 1, 1, 1, 3, 1, 1))]

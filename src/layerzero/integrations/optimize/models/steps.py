@@ -50,7 +50,7 @@ MOST = 4
 """Numbers of sequences for which memory is kept."""
 
 _READ = frozenset({"input_ids", "attention_mask", *OF_TOKENS}) | dynamic_cache.NAMES
-_TOLD = frozenset({"use_cache", "return_dict", "logits_to_keep", "cache_position"})
+_TOLD = frozenset({"use_cache", "return_dict", "cache_position"})
 
 _MORE = "output_hidden_states", "output_attentions", "output_router_logits"
 
@@ -132,7 +132,7 @@ class Steps(State):
         if changed:
             return changed
         for name, value in named.items():
-            known = name in _TOLD or (name in _READ and name not in self._unread)
+            known = name in _TOLD or name in _READ - self._unread or (name == "logits_to_keep" and type(value) is int)
             if not known and value is not None and value is not False:
                 return f"it got {name}"
         if named.get("return_dict") is False:
@@ -152,7 +152,7 @@ class Steps(State):
                 why = "its cache has other windows than the model"
             if why:
                 return why
-        if mask is not None and (mask.ndim != 2 or not bool(mask.all())):
+        if mask is not None and (mask.ndim != 2 or mask.shape[1] <= cache.get_seq_length() or not bool(mask.all())):
             return "tokens are hidden (padding), or the mask is not (B, length)"
         for name in OF_TOKENS:
             value = named.get(name)
