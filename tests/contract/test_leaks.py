@@ -115,8 +115,8 @@ _OF_OPTIMIZE = (
         "layers/layer",
         _LAYER,
         (
-            "bias cos eps heads k_bias k_weight linear norm packed_k packed_q packed_v plus_one positions q_bias "
-            "q_weight qk_norm_rope qkv_linear rope_ sin split_qkv_norm_rope v_bias weight"
+            "bias cos eps heads is_causal k_bias k_weight linear norm packed_k packed_q packed_v plus_one positions "
+            "q_bias q_weight qk_norm_rope qkv_linear rope_ sin split_qkv_norm_rope v_bias weight"
         ),
     ),
     ("layers/layer_timing", _LAYER, "activation heads kv tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 
 import pytest
@@ -120,3 +121,63 @@ def test_what_is_exported_of_an_optimized_model_is_the_stock_model(way, monkeypa
     report = lz.optimize(model)
     assert {"attention", "layer"} <= {each.kind for each in report.replaced}
     assert operators(model) == wanted
+
+
+@pytest.mark.parametrize("behind", [True, False], ids=["behind a layer", "before the next"])
+def test_hooks_between_layers_may_write_past_torchs_count(behind):
+    """A layer has the norm with which the next one begins ready, of the numbers that it returned."""
+
+    def steer(module, given, result=None):
+        (given[0] if result is None else result).data[:, -1] += 3.0
+
+    model = made()
+    stock = copy.deepcopy(model)
+    report = lz.optimize(model)
+    assert "layer" in {each.kind for each in report.replaced}, str(report)
+    for each in (model, stock):
+        first, second = each.model.layers
+        first.register_forward_hook(steer) if behind else second.register_forward_pre_hook(steer)
+    torch.testing.assert_close(logits(model), logits(stock), rtol=1e-4, atol=1e-4)
+
+
+def test_a_layers_first_norm_may_be_written_between_layers():
+    """As calibrations do that run layers one by one."""
+    model = made()
+    stock = copy.deepcopy(model)
+    report = lz.optimize(model)
+    assert "layer" in {each.kind for each in report.replaced}, str(report)
+
+    def by_layer(model):
+        first, second = model.model.layers
+        with torch.no_grad():
+            rows = model.model.embed_tokens(IDS)
+            named = {"position_embeddings": model.model.rotary_emb(rows, torch.arange(6)[None])}
+            rows = first(rows, **named)
+            second.input_layernorm.weight.mul_(1.5)
+            return second(rows, **named)
+
+    torch.testing.assert_close(by_layer(model), by_layer(stock), rtol=1e-4, atol=1e-4)
+
+
+def test_heads_may_be_pruned_later():
+    def prune(model):
+        for each in (one.self_attn for one in model.model.layers):
+            each.q_proj.weight.data = each.q_proj.weight.data[:16]
+            each.k_proj.weight.data, each.v_proj.weight.data = each.k_proj.weight.data[:8], each.v_proj.weight.data[:8]
+            each.o_proj.weight.data = each.o_proj.weight.data[:, :16]
+        return model
+
+    model = made()
+    stock = prune(copy.deepcopy(model))
+    report = lz.optimize(model)
+    assert "layer" in {each.kind for each in report.replaced}, str(report)
+    torch.testing.assert_close(logits(prune(model)), logits(stock), rtol=1e-4, atol=1e-4)
+
+
+def test_a_call_may_ask_for_attention_in_both_directions():
+    model = made()
+    with torch.no_grad():
+        expected = model(IDS, is_causal=False).logits
+        report = lz.optimize(model)
+        assert "layer" in {each.kind for each in report.replaced}, str(report)
+        torch.testing.assert_close(model(IDS, is_causal=False).logits, expected, rtol=1e-4, atol=1e-4)

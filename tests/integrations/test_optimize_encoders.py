@@ -213,6 +213,18 @@ def test_what_was_not_proved_runs_the_modules_own_code(what: str, monkeypatch: p
     assert own.calls == 1
 
 
+@pytest.mark.parametrize("told", [{"is_causal": True}, {"is_causal": False}, {}])
+def test_a_layer_attends_as_its_call_says(told: dict[str, bool]) -> None:
+    """CLIP's text tells its layers that they look back, and nothing else does."""
+    model = made("CLIPText")
+    stock = copy.deepcopy(model)
+    lz.optimize(model, padding=False)
+    ours, own = layers_of(model)[0], next(each for each in stock.modules() if type(each).__name__ == "CLIPEncoderLayer")
+    hidden = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        close(ours(hidden, None, **told), own(hidden, None, **told))
+
+
 def test_attention_weights_are_stocks() -> None:
     stock, call = made(), call_of()
     model = copy.deepcopy(stock)

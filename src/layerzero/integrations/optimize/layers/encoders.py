@@ -20,7 +20,7 @@ from torch.nn import Dropout, Identity, Linear, Module
 import layerzero as lz
 from layerzero.core.arguments import signature_of
 from layerzero.integrations.optimize.attention.transformers import NAME, AttentionSwap, Seen, seeing
-from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward
+from layerzero.integrations.optimize.layers.layer import Heads, Layer, forward, says_anything
 from layerzero.integrations.optimize.modules.norms import Normed, normed
 from layerzero.integrations.optimize.modules.products import Block, activations_of, orders
 from layerzero.integrations.optimize.swaps.candidate import ADAPTERS, MORE, watching
@@ -91,12 +91,15 @@ class Encoder(Layer):
         self.after, self.pair, self.scales, self.order, self.given = after, norms, scales, order, dict(given)
 
     def takes(self, named: Mapping[str, Any]) -> bool:
+        for name, value in self.given.items():
+            if value is not None and (type(got := named.get(name)) is not type(value) or got != value):
+                return False
         for name, value in named.items():
-            if value is None or value is False or (name == "attention_mask" and value.ndim == 4):
+            if not says_anything(name, value) or (name == "attention_mask" and value.ndim == 4):
                 continue
             if name in ROW_ARGUMENTS and self.heads.setting == NAME:  # other functions know no packed row
                 continue
-            if name not in self.given or type(value) not in _PLAIN or value != self.given[name]:
+            if name not in self.given or type(value) not in _PLAIN:
                 return False
         return True
 

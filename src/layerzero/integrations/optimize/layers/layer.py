@@ -20,6 +20,7 @@ from layerzero.integrations.optimize.layers.inner import Inner, Table, table_for
 from layerzero.integrations.optimize.modules.norms import Normed
 from layerzero.integrations.optimize.modules.products import Block
 from layerzero.integrations.optimize.swaps.joined_codes import CodedParts, following_weights
+from layerzero.integrations.optimize.swaps.stamp import may_write
 from layerzero.integrations.optimize.swaps.swap import (
     ABSENT,
     FROM_MANY,
@@ -43,7 +44,12 @@ _READ = frozenset({"attention_mask", "position_embeddings"}) | NAMES
 
 
 _NORMED = "_layerzero_normed"
-"""On the tensor between two layers: it, normalised as the next one begins, for which weight, and at which version."""
+"""On the tensor between two layers: it, normalised as the next one begins, for which weight, and both versions."""
+
+
+def says_anything(name: str, value: object) -> bool:
+    """Whether an argument may change what a layer computes."""
+    return value is not None and (value is not False or name == "is_causal")
 
 
 def own_of(module: Module, told: Mapping[str, Any]) -> dict[str, str]:
@@ -284,6 +290,7 @@ class Layer(State):
         modules = (*heads.products, *block.products, *normed, *others)
         self._learned = [(each, name) for each in modules for name in each._parameters]
         self._learned += [(heads.module, name) for name in heads.own.values()]
+        self._rows = weight_of(heads.products[0]).shape[0]
 
     @property
     def learned(self) -> list[Tensor | None]:
@@ -327,13 +334,14 @@ class Layer(State):
         return (
             hidden.dtype == weight.dtype
             and hidden.device == weight.device
+            and weight.shape[0] == self._rows  # heads were pruned since
             and self.heads.setting in self.heads.settings
         )
 
     def takes(self, named: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments was proved."""
         for name, value in named.items():
-            if name not in _READ and name not in _TOLD and value is not None and value is not False:
+            if name not in _READ and name not in _TOLD and says_anything(name, value):
                 return False
         return isinstance(named.get("position_embeddings"), tuple)
 
@@ -355,10 +363,10 @@ class Layer(State):
             output = behind_block.alone(output)
         following = self.following
         # in inference mode a write in between would show nowhere
-        if following is None or following.is_computed or output.is_inference():
+        if following is None or following.is_computed or output.is_inference() or following.weight.is_inference():
             return output.add_(total)
         normed, output = following.over_both(total, output)  # both are this layer's own
-        setattr(output, _NORMED, (normed, following.weight, output._version))
+        setattr(output, _NORMED, (normed, following.weight, output._version, following.weight._version))
         return output
 
 
@@ -375,12 +383,17 @@ def forward(self: Module, hidden_states: Tensor = ABSENT, /, *others: Any, **nam
     told = {**dict(zip(state.order, others, strict=False)), **named} if others else named
     if not state.is_proved(hidden_states) or not state.takes(told):
         return type(self).forward(self, hidden_states, *others, **named)
-    return state.compute(hidden_states, told)
+    if self._forward_pre_hooks and may_write(self._forward_pre_hooks):
+        vars(hidden_states).pop(_NORMED, None)
+    output = state.compute(hidden_states, told)
+    if self._forward_hooks and may_write(self._forward_hooks):
+        vars(output).pop(_NORMED, None)
+    return output
 
 
 def _begun(hidden: Tensor, norm: Normed) -> Tensor:
     """The norm with which a layer begins, computed already by the one before where nothing came between."""
-    kept: tuple[Tensor, Tensor, int] | None = hidden.__dict__.pop(_NORMED, None)
-    if kept is not None and kept[1] is norm.weight and kept[2] == hidden._version:
+    kept: tuple[Tensor, Tensor, int, int] | None = hidden.__dict__.pop(_NORMED, None)
+    if kept is not None and kept[1] is norm.weight and kept[2:] == (hidden._version, norm.weight._version):
         return kept[0]
     return norm.alone(hidden)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import is_
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -30,11 +30,8 @@ HOOKS, TRAINS = "it has hooks, which wait for calls", "a module is in training m
 _RECORDER = "transformers.utils.output_capturing"
 """Its hooks stay on modules once hidden states were wanted, and mostly record nothing."""
 
-_TRACE = "layerzero.inspection.trace"
-"""Its hooks only note which module calls."""
-
-_TIMES = "layerzero.integrations.optimize.times.module_times"
-"""Its hooks only read the clock, where submodules are called."""
+SILENT = frozenset({_RECORDER, "layerzero.inspection.trace", "layerzero.integrations.optimize.times.module_times"})
+"""Modules whose hooks change nothing: the last two note which module calls, and read the clock."""
 
 _TORCHS = frozenset(vars(Module())) | {"_compiled_call_impl"}
 """Attributes of every module: hooks, modes and submodules are looked at by themselves, others change no output."""
@@ -133,8 +130,7 @@ class Stamp:
         hooked = self._modules[1:] if self._whole else self._modules
         hooks = [hook for each in hooked for made in _hooks_of(each) for hook in made.values()]
         makers = {getattr(each, "__module__", "") for each in hooks}
-        silent = {_RECORDER, _TRACE, _TIMES} if self._whole else {_RECORDER}
-        why = HOOKS if makers - silent or any(_GLOBAL_HOOKS) else ""
+        why = HOOKS if makers - (SILENT if self._whole else {_RECORDER}) or any(_GLOBAL_HOOKS) else ""
         if any(each.training for each in self._modules):
             why = TRAINS
         tensors = tuple((each, _stand(each)) for module in self._modules for each in _tensors_of(module))
@@ -208,6 +204,11 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (_module._global_forward_hooks, _mod
 
 def _hooks_of(module: Module) -> tuple[dict[int, Any], ...]:
     return module._forward_hooks, module._forward_pre_hooks
+
+
+def may_write(hooks: Mapping[int, object]) -> bool:
+    """Whether hooks may write into what they get, past torch's count of writes (by .data)."""
+    return any(getattr(each, "__module__", "") not in SILENT for each in hooks.values())
 
 
 def is_recorder(hook: object) -> bool:
