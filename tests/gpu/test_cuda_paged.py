@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -23,6 +25,8 @@ KERNELS = [
     "vllm.flash_attn.v2.paged",
     "vllm.flash_attn.v3.paged",
 ]
+
+OPERATIONS = {"torch.paged_each": "attention.gqa.prefill.paged", "torch.ragged_each": "attention.gqa.prefill.ragged"}
 
 LIBRARIES = {
     f"vllm.flash_attn.v{n}.paged": (f"vllm_flash_attn/_vllm_fa{n}_C.abi3.so", f"_vllm_fa{n}_C") for n in (2, 3)
@@ -190,3 +194,23 @@ def test_a_later_advance_tells_of_a_token_that_had_no_place():
         torch.cuda.synchronize()
         step.advance()
     assert step.slot_mapping(PAGE).tolist()[1] == -1
+
+
+@pytest.mark.parametrize("kernel", ["torch.paged_each", "torch.ragged_each"])
+def test_queries_of_one_memory_beside_narrow_values(kernel):
+    """cuDNN's attention gives its output the strides of queries: it refused them, and then ended the process."""
+    query = torch.randn(1, 4, 128, device="cuda", dtype=torch.float16).expand(10, 4, 128)
+    keys, values = (torch.randn(4, 16, 1, width, device="cuda", dtype=torch.float16) for width in (128, 32))
+    starts, key_starts, lens = (torch.tensor(each, device="cuda").int() for each in ([0, 5, 10], [0, 30, 64], [30, 20]))
+    if kernel == "torch.ragged_each":
+        function, call = lz.ragged_attention, (query, keys.flatten(0, 1), values.flatten(0, 1), starts, key_starts)
+    else:
+        tables = torch.tensor([[3, 1], [2, 0]], device="cuda").int()
+        function = functools.partial(lz.paged_attention, cu_seqlens_q=starts)
+        call = query, keys, values, tables, lens
+    operation = OPERATIONS[kernel]
+    with lz.scope(locks={operation: f"reference.{operation}"}):
+        wanted = function(*call)
+    for _ in range(2):
+        with lz.scope(locks={operation: kernel}):
+            torch.testing.assert_close(function(*call), wanted, rtol=1e-2, atol=1e-2)

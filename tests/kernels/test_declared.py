@@ -212,6 +212,17 @@ def test_copies_that_masked_sparse_kernels_need_on_a_gpu_are_told(device, width,
     assert reasons == [Code.MISALIGNED] * len(kinds)
 
 
+@pytest.mark.parametrize(("rows", "heads", "wrong"), [(1, 1, 0), (2, 1, 1), (3, 1, 1), (4, 1, 0), (2, 2, 0)], ids=str)
+def test_blocks_of_few_queries_that_flashinfer_decodes_with_are_refused(rows, heads, wrong):
+    """Of each block it computed one query, by its templates for decoding (0.7.2, H200)."""
+    starts, blocks = (torch.empty(size, dtype=torch.int32, device="meta") for size in (12 // rows + 1, 5))
+    call = meta(12, heads, 128), meta(4, 1, 128), meta(4, 1, 128), starts, blocks, rows, 1
+    reasons = lz.explain("sparse_attention", *call, device="H200", libraries=LIBRARIES).reasons(
+        "flashinfer.block_sparse"
+    )
+    assert [each.fact for each in reasons if each.code == Code.CONSTRAINT_FAILED] == ["block_rows"] * wrong
+
+
 def test_what_is_built_in_is_no_plugin():
     """A refusal would say so; what nobody ran yet is UNTRIED."""
     assert not [kernel.id for kernel in builtin_kernels() if kernel.trust is Trust.PLUGIN]

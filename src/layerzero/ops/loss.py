@@ -60,8 +60,11 @@ def by_torch(
     if softcap is not None or z_loss or overflows:
         logits = capped(logits.to(wide(dtype)), softcap)
     factors = None if weight is None else weight.detach().to(logits.dtype)  # torch refuses those that want a gradient
+    rows, classes = logits, target.long()
+    if logits.ndim == 1 and reduction == "mean":  # CUDA gives 0 for one ignored row (torch 2.11, 2026-12-01)
+        rows, classes = logits.unsqueeze(0), classes.unsqueeze(0)
     found = functional.cross_entropy(
-        logits, target.long(), factors, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+        rows, classes, factors, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
     )
     if z_loss:
         counted = target != ignore_index

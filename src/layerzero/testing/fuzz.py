@@ -65,6 +65,7 @@ class Failure:
         problem: what is wrong.
         call: the call in one line.
         operations: those that calls were drawn of; empty: all.
+        device: where the tensors lay.
     """
 
     seed: int
@@ -74,12 +75,14 @@ class Failure:
     problem: str
     call: str
     operations: tuple[str, ...] = ()
+    device: str = "cpu"
 
     @property
     def reproducer(self) -> str:
         """The line of Python that shows it again."""
-        narrowed = f", operations={list(self.operations)}" if self.operations else ""
-        return f"from layerzero.testing import fuzz; print(fuzz.replay({self.seed}, {self.number}{narrowed}))"
+        further = f", operations={list(self.operations)}" if self.operations else ""
+        further += f", device={self.device!r}" if self.device != "cpu" else ""
+        return f"from layerzero.testing import fuzz; print(fuzz.replay({self.seed}, {self.number}{further}))"
 
     def __str__(self) -> str:
         return f"{self.kernel_id} ({self.way}): {self.problem}\n    {self.call}\n    {self.reproducer}"
@@ -320,7 +323,8 @@ class _Run:
             ENGINE.health.reset()
         for problem in problems:
             failure = Failure(
-                self.report.seed, self.number, kernel_id, way, problem, call.text, operations=self.source.asked
+                *(self.report.seed, self.number, kernel_id, way, problem, call.text),
+                *(self.source.asked, str(self.device)),
             )
             self.report.failures.append(failure)
 

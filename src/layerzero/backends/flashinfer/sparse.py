@@ -1,7 +1,8 @@
 """FlashInfer's block-sparse attention: keys in blocks as pages of its prefill, planned on the host.
 
 A :class:`layerzero.BlockPattern` keeps the plan; without one each call copies the pattern there and plans. Where a
-block and its group of heads fill no tile it takes the templates for decoding. Log-sum-exps come in base 2 as (M, H).
+block and its group of heads fill no tile it takes the templates for decoding, which compute one query of each block:
+2 and 3 queries of one head were wrong (0.7.2, H200, 2026-12-01). Log-sum-exps come in base 2 as (M, H).
 Read: sparse.py of flashinfer-python 0.7.2.post1.
 
 FlashInfer's attention to blocks of unlike sizes: every key is a page, planned on the host in each call.
@@ -135,6 +136,10 @@ KERNELS = (
         limit.positive("scale"),
         limit.contiguous("query", "key", "value"),
         limit.aligned(16, "query", "key", "value"),
+        limit.rule(
+            "block_rows: 1, or so many that they and the heads of a group are 4",
+            lambda facts: facts["block_rows"] == 1 or _tiles(facts),
+        ),
         accepts=("block_rows", "block_cols", "scale", "return_lse", "block_pattern"),
         build_key=_module,
         prebuilt=blocks_prebuilt(_tiles),

@@ -105,10 +105,11 @@ def aligned_rows(tensor: Tensor) -> Tensor:
     """Copy what does not start every row at a multiple of 16 bytes on dense rows; on a CPU nothing has to.
 
     The memory-efficient kernel ended in "no kernel found to launch" for strided float32 rows, and in a misaligned
-    address for a first row off the boundary (torch 2.11, H200, 2026-11-22).
+    address for a first row off the boundary (torch 2.11, H200, 2026-11-22). cuDNN's gives the output the strides of
+    queries: where they are expanded, it refused, and at a later call ended the process (the same, 2026-12-01).
     """
-    step = 16 // tensor.element_size()
-    dense = tensor.stride(-1) == 1 and not any(stride % step for stride in tensor.stride()[:-1])
+    step, strides = 16 // tensor.element_size(), tensor.stride()
+    dense = strides[-1] == 1 and not any(stride == 0 or stride % step for stride in strides[:-1])
     if not tensor.is_cuda or (dense and not tensor.data_ptr() % 16):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -165,7 +165,11 @@ _LEAST = 2.0**-128
 
 
 def _rows(operator: Operator) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Rows as int8, and the scale of each, (rows, 1). On a GPU, to look for the least scales would be to wait."""
+    """Rows as int8, and the scale of each, (rows, 1).
+
+    On a GPU rows of numbers below 4e-37 come out as -128, 0 or 127 times 3e-39: to look for them would be to wait, and
+    to quantize twice without a look takes 3.5 to 5.3 times as long (H200, 2026-12-01).
+    """
 
     def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(rows, dtype=torch.int8)
