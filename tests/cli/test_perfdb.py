@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sqlite3
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -275,6 +277,16 @@ def test_a_sound_database_is_fine():
     result = run("perfdb check")
     assert result.exit_code == 0
     assert "perfdb.sqlite: fine, 3 times" in result.stdout
+
+
+@pytest.mark.parametrize("refused", ["perfdb.sqlite", "first"])
+def test_a_database_that_cannot_be_written_is_not_fine(monkeypatch, tmp_path, refused):
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, *asked: Path(path).name != refused and allowed(path, *asked))
+    result = run("perfdb check")
+    assert result.exit_code == 1
+    assert "perfdb.sqlite cannot be written: " in result.stdout
+    assert "it may not be written" in result.stdout
 
 
 def test_a_row_that_is_no_time_is_found(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 
@@ -10,8 +11,13 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.core.evidence import Measurement
 from layerzero.engine.config import CONFIGURATION
+from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.registry import REGISTRY
+from layerzero.tuning.storage import archive, connections
+from layerzero.tuning.storage.files import FileLedger
+from layerzero.tuning.storage.store import StoreLedger, TimeStore
 
 QUERY, KEY = torch.randn(2, 1, 4, 64), torch.randn(2, 8, 2, 64)
 PAGED = (
@@ -181,3 +187,50 @@ def test_who_listens_hears_choices_as_log_records(caplog, capsys):
 def test_a_device_that_is_not_here_is_said_so(name):
     with pytest.raises(ValueError, match=rf"device: wanted a device of this machine, .*'H100'.*; got '{name}'"):
         lz.explain("rms_norm", torch.randn(4, 8), torch.randn(8), device=name)
+
+
+NO_UNICODE = "a file named \udcff.so"
+"""What a name of a file gives that is no UTF-8."""
+
+
+def test_a_kernel_whose_error_is_no_unicode_costs_no_call(folder):
+    ENGINE.ledger = StoreLedger(FileLedger(folder))
+
+    def breaks(input, weight, *, eps):
+        raise ValueError(NO_UNICODE)
+
+    lz.register_kernel("norm.rms", "mine.breaks", priority=100)(breaks)
+    lz.configure(unmeasured="priority", allow=["torch", "mine.breaks"])
+    x, weight = torch.randn(4, 64), torch.ones(64)
+    with pytest.warns(lz.LayerZeroFallbackWarning, match="mine.breaks failed"):
+        result = lz.rms_norm(x, weight)
+    torch.testing.assert_close(result, torch.nn.functional.rms_norm(x, (64,), weight))
+    (errors,) = FileLedger(folder).failures().values()
+    assert errors == (r"ValueError: a file named \udcff.so",)
+
+
+def test_a_cache_folder_that_is_no_unicode_keeps_times(tmp_path, kernel):
+    lz.configure(perfdb={"path": os.fsdecode(os.fsencode(tmp_path) + b"/\xff.sqlite")})
+    facts = lz.facts("rms_norm", torch.empty(4, 64), torch.empty(64))
+    store = TimeStore()
+    store.record(kernel, facts, Measurement(10.0, 12.0, 0.01, 20, noise=0.02))
+    assert store.evidence([kernel], facts)[kernel.id].time_us == 10.0
+    assert archive.damage(store.database.path) == ""
+    assert archive.prediction_error(store.database.path).points == 1
+    assert len(archive.read_database(store.database.path)) == 1
+    assert connections.set_aside(store.database.path) == []
+
+
+def test_a_file_that_no_fresh_one_mends_is_left_for_a_while(tmp_path, kernel, monkeypatch):
+    def never(*_):
+        raise connections.ForeignError("it is none, whatever is there")
+
+    monkeypatch.setattr(connections, "check", never)
+    lz.configure(perfdb={"path": str(tmp_path / "times.sqlite")})
+    facts = lz.facts("rms_norm", torch.empty(4, 64), torch.empty(64))
+    store = TimeStore()
+    with pytest.warns(lz.LayerZeroWarning, match="set aside"):
+        for _ in range(20):
+            store.record(kernel, facts, Measurement(10.0, 12.0, 0.01, 20, noise=0.02))
+            store.evidence([kernel], facts)
+    assert len(connections.set_aside(store.database.path)) < 10

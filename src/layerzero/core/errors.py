@@ -53,6 +53,11 @@ def in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
+def printable(value: object) -> str:
+    """Text that can be encoded: what is no Unicode, as in names of files, is written as escapes."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
 def _listed(name: str, problems: Sequence[str]) -> str:
     """A problem behind a name, or several, each on a line of its own."""
     return f"{name}: {problems[0]}" if len(problems) == 1 else "\n  - ".join([f"{name}:", *problems])

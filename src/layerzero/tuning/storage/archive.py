@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import msgspec
 import torch
 
 from layerzero.core.device import Device, devices_here
 from layerzero.core.dtypes import DTYPES
+from layerzero.core.errors import printable
 from layerzero.core.system.disk import write_whole
 from layerzero.engine import probe
 from layerzero.engine.dispatch import ENGINE
@@ -102,10 +102,10 @@ def problems(database: Database) -> Iterator[str]:
             try:
                 learning.decode(model[6])
             except (msgspec.MsgspecError, TypeError) as error:
-                yield f"a model of {_printable(model[2])}: {error}"
+                yield f"a model of {printable(model[2])}: {error}"
             else:
                 if not sql_schema.model_holds(model):
-                    yield f"a model of {_printable(model[2])}: its checksum does not hold; it counts for nothing"
+                    yield f"a model of {printable(model[2])}: its checksum does not hold; it counts for nothing"
 
 
 def _raw(database: Database) -> Iterator[tuple[Any, ...]]:
@@ -124,11 +124,7 @@ def row_of(found: tuple[Any, ...]) -> Row:
     try:
         return stored_row(work, graph, _decoded(facts), _decoded(environment), values)
     except ValueError as error:
-        raise ValueError(_printable(error)) from error
-
-
-def _printable(value: object) -> str:
-    return str(value).encode("utf-8", "backslashreplace").decode()
+        raise ValueError(printable(error)) from error
 
 
 def _decoded(text: object) -> Any:
@@ -238,7 +234,7 @@ def _copied(file: Path, copy: Path) -> str:
     for mode in ("ro", "ro&immutable=1"):  # the second for a medium on which nothing can be written
         try:
             with (
-                contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?mode={mode}", uri=True)) as source,
+                contextlib.closing(sqlite3.connect(connections.uri(file, mode), uri=True)) as source,
                 contextlib.closing(sqlite3.connect(copy)) as target,
             ):
                 source.backup(target)
@@ -317,7 +313,7 @@ def forget(database: Database, gone: Iterable[Row]) -> int:
 
 def prediction_error(file: Path) -> HeldOut:
     """How far predictions are from the times in a file that they were not made from."""
-    with contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as connection:
+    with contextlib.closing(sqlite3.connect(connections.uri(file, "ro"), uri=True)) as connection:
         return held_out_error(learning.groups(connection))
 
 

@@ -88,9 +88,14 @@ def plain_identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+def uri(path: Path, mode: str) -> str:
+    """The name of a database with SQLite's words for how it is opened; a path need be no Unicode."""
+    return f"file:{quote(os.fsencode(path))}?mode={mode}"
+
+
 def open_file(path: Path, mode: str, wait_s: float) -> sqlite3.Connection:
     """Open a database by SQLite's words for how. Raises: sqlite3.Error."""
-    name = f"file:{quote(str(path))}?mode={mode}"
+    name = uri(path, mode)
     connection = sqlite3.connect(name, uri=True, timeout=wait_s, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA trusted_schema = 0")  # a file from elsewhere runs no functions of ours

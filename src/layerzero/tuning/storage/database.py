@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from layerzero.core.errors import LayerZeroWarning
-from layerzero.core.system import forking, warn
+from layerzero.core.system import disk, forking, warn
 from layerzero.tuning.storage import connections, sql_schema
 from layerzero.tuning.storage.connections import PASSING, ForeignError, Link, OtherVersionError, code_of
 from layerzero.tuning.storage.sql_schema import in_transaction
@@ -137,6 +137,7 @@ class Database:
 
     def _try(self, act: Callable[[Link], Result], *, writing: bool) -> Result | None:
         """Do something with the file, again where it had to be replaced first; None where that does not help."""
+        failed = Exception()
         for _ in range(_ATTEMPTS):
             link = self._writer if writing else self._reader
             assert link is not None
@@ -151,6 +152,7 @@ class Database:
                     link.close()
                     if not self._recovered(link, error, writing=writing):
                         return None
+                    failed = error
                 except BaseException:  # an interrupt, maybe amid a transaction
                     link.close()
                     raise
@@ -158,6 +160,7 @@ class Database:
                     if self._rests:
                         self._rests.pop(writing, None)
                     return done
+        self._rest(failed, writing=writing)  # a fresh file was no better
         return None
 
     # what goes wrong
@@ -280,6 +283,8 @@ class Database:
             return tuple(self._notes)
         self.read("SELECT 1")  # opens it
         resting = [self._cannot(writing=writing) for writing in sorted(self._rests)]
+        if True not in self._rests and (why := _unwritable(self.path)):  # not tried yet, as in a command that looks
+            resting.append(f"{self.path} cannot be written: {why}; mend that, or set perfdb.path to another place")
         told = " ".join(self._notes)
         untold = [name for name in connections.set_aside(self.path) if name not in told]
         named = [f"{self.path}: files were set aside and count for nothing: {', '.join(untold)}"] if untold else []
@@ -317,6 +322,12 @@ class Database:
     def locks(self) -> list[Any]:
         """What a fork has to hold, so that no thread is amid a question; in the order in which they are taken."""
         return [*(link.lock for link in (self._reader, self._writer) if link is not None), self._memory_lock]
+
+
+def _unwritable(path: Path) -> str:
+    """Why a file cannot be written or made, as far as that is known without trying; else empty."""
+    found = disk.no_place(path.parent)
+    return found or ("it may not be written" if path.exists() and not os.access(path, os.W_OK) else "")
 
 
 def what_of(error: Exception) -> str:

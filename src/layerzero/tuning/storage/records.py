@@ -20,7 +20,7 @@ from zlib import crc32
 import msgspec
 
 from layerzero.core.device import Device
-from layerzero.core.errors import LayerZeroWarning
+from layerzero.core.errors import LayerZeroWarning, printable
 from layerzero.core.facts import Facts
 from layerzero.core.ledger import Verdict, capture_text, work_text
 from layerzero.core.recipe import CallRecipe
@@ -80,7 +80,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def sealed(self) -> bytes:
         """What is written: the record as JSON, its checksum last."""
-        data = msgspec.json.encode(msgspec.structs.replace(self, check=""))
+        said = {"text": printable(self.text), "errors": list(map(printable, self.errors))}
+        data = msgspec.json.encode(msgspec.structs.replace(self, check="", **said))
         return data[:-2] + b'%08x"}' % crc32(data)
 
     @property
