@@ -48,6 +48,14 @@ def of(name, found):
     return list(series.rows(found))
 
 
+def test_quotes_and_backslashes_in_a_kernels_id_are_escaped():
+    lz.register_kernel("norm.rms", 'mine."q"\\b', priority=100)(breaks)
+    lz.configure(unmeasured="priority", allow=["torch", "mine.*"])
+    norm()
+    told = r'{kernel="mine.\"q\"\\b", operation="norm.rms"} 1'
+    assert f"layerzero_selections_total{told}" in str(lz.metrics())
+
+
 @pytest.mark.usefixtures("broken")
 def test_choices_failures_and_fallbacks_are_counted_and_hits_are_not():
     x, weight = torch.ones(2, 8), torch.ones(8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 import torch
@@ -10,7 +12,7 @@ import layerzero as lz
 from hub_builds import plant, settings
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.probe import Machine
-from layerzero.serving.probes import FallbackFile, InstanceState, state_here
+from layerzero.serving.probes import FallbackFile, InstanceState, Probes, _said, state_here
 from layerzero.serving.rolling_update import ask
 
 
@@ -28,6 +30,14 @@ def test_a_file_that_cannot_be_looked_for_is_not_taken_for_gone(tmp_path):
     folder.unlink()
     file.follow()
     assert not state_here(file).fallback
+
+
+def test_a_path_that_is_no_unicode_is_told_by_escapes(tmp_path):
+    probes = Probes(fallback_file=os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    state = msgspec.json.decode(probes.answer("GET", "/statez").body, type=InstanceState)
+    assert state.file == f"{tmp_path}/\\udcff"
+    probes.readyz = lambda: _said(503, "\udcff")
+    assert probes.answer("GET", "/readyz").body == b"\\udcff\n"
 
 
 def test_the_versions_have_the_kernels_of_the_hub_while_they_are_in_force(tmp_path):

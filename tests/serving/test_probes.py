@@ -125,6 +125,18 @@ def test_what_is_no_probe_is_refused(ask):
     assert ask(Probes(), "/livez", "HEAD")[::2] == (200, "")
 
 
+def test_a_request_of_no_address_is_answered():
+    server = lz.serve_health(0)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(b"GET http://[ HTTP/1.0\r\n\r\n")
+            answer = client.makefile("rb").read()
+    finally:
+        server.close()
+    assert answer.startswith(b"HTTP/1.0 404 ")
+    assert b"got 'http://['" in answer
+
+
 def test_an_app_is_mounted_below_a_path():
     assert by_asgi(Probes(), "/layerzero/livez", root_path="/layerzero")[0] == 200
     assert by_asgi(Probes(), "/livez", root_path="/layerzero")[0] == 200, "servers that cut the path themselves"

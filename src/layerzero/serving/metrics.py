@@ -268,4 +268,6 @@ SERIES: tuple[Series, ...] = (
 
 
 def _labelled(labels: Labels) -> str:
-    return "{" + ", ".join(f'{name}="{value}"' for name, value in labels.items()) + "}" if labels else ""
+    """Labels as Prometheus has them, quotes and backslashes escaped."""
+    told = {name: value.replace("\\", r"\\").replace('"', r"\"") for name, value in labels.items()}
+    return "{" + ", ".join(f'{name}="{value}"' for name, value in told.items()) + "}" if told else ""

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 import torch
 
+from layerzero.core.errors import printable
 from layerzero.core.system import forking, log
 from layerzero.core.system.resources import started
 from layerzero.engine.config import CONFIGURATION
@@ -106,10 +107,10 @@ def state_here(file: FallbackFile | None) -> InstanceState:
     return InstanceState(
         process=_process,
         versions=arrivals.versions_here() | {"layerzero": __version__},
-        settings=settings,
+        settings={name: printable(value) for name, value in settings.items()},
         frozen=hashlib.sha256(msgspec.json.encode(sorted(frozen.items()))).hexdigest() if frozen else "",
         fallback=not CONFIGURATION.policy.enabled,
-        file="" if file is None else str(file.path),
+        file="" if file is None else printable(file.path),
     )
 
 
@@ -164,7 +165,7 @@ def _state() -> object:
 
 
 def _said(status: int, text: str) -> Answered:
-    return Answered(status, f"{text}\n".encode())
+    return Answered(status, f"{printable(text)}\n".encode())
 
 
 class Probes:
@@ -293,7 +294,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = CLIENT_S
 
     def do_GET(self) -> None:
-        found = self.server.probes.answer(self.command, urlsplit(self.path).path)
+        try:
+            path = urlsplit(self.path).path
+        except ValueError:  # no address, as http://[
+            path = self.path
+        found = self.server.probes.answer(self.command, path)
         self.send_response(found.status)
         self.send_header("Content-Type", found.kind)
         self.send_header("Content-Length", str(len(found.body)))
