@@ -56,14 +56,8 @@ def shared_file(size: int) -> int:
     return file
 
 
-LARGE = 1 << 17
-"""Bytes whose copy takes longer than a message."""
-
-GAIN = 2.0
-"""How much faster a copy past the caches must be: what it wrote is read from memory."""
-
-TRIED_EVERY = 64
-"""After how many copies the slower way is tried again."""
+LARGE, GAIN, TRIED_EVERY = 1 << 17, 2.0, 64
+"""Bytes whose copy takes long; how much faster one past the caches must be; copies until the slower way is tried."""
 
 
 class Copier:
@@ -226,10 +220,7 @@ class Gpu:
         self._read.record(torch.cuda.current_stream(self.device))
 
     def room(self, use: int, size: int, tell: Callable[[Open], object]) -> Buffer:
-        """A buffer of so many bytes at least, which ``tell`` has the process open where it is new to it.
-
-        Raises: RuntimeError where it has no handle, and what ``tell`` does.
-        """
+        """A buffer of so many bytes at least; the process opens a new one. Raises: RuntimeError, and what that does."""
         found = self.opened.get(use)
         if found is None or found.size < size:
             found = self.buffers.get(use)
@@ -290,6 +281,8 @@ class _Gone(weakref.ref[memoryview]):
 class Arena(Mapping):
     """The room in the shared memory, handed out by the side that calls; one thread at a time takes any.
 
+    It lives as long as any result, and its file and memory go with it.
+
     Attributes:
         held: bytes of results that live, or went since room was taken last.
         filling: the room that the other process writes into now, if any: it stays shared at a fork.
@@ -298,15 +291,17 @@ class Arena(Mapping):
     def __init__(self, size: int) -> None:
         """Raises: OSError where the system has no such memory."""
         self.file = shared_file(size)
+        weakref.finalize(self, os.close, self.file)
         super().__init__(self.file)
-        self._bytes, self.held = memoryview(self.view), 0
+        kept: Any = type("Kept", (ctypes.Array,), {"_type_": ctypes.c_ubyte, "_length_": size, "arena": self})
+        self._bytes, self.held = memoryview(kept.from_buffer(self.view)), 0  # by these a result keeps the arena
         self.filling: int | None = None
         self._free: dict[int, list[int]] = {}
         self._top = 0
         self._live: dict[int, _Gone] = {}
         self._gone: deque[_Gone] = deque()  # the collector may run anywhere: it takes no lock
         self._own: set[int] = set()
-        forking.around(self._leave, _nothing)
+        _ARENAS.add(self)
 
     def take(self, size: int) -> int:
         """Room for so many bytes, at the start of a page. Raises: MemoryError."""
@@ -380,7 +375,7 @@ class Arena(Mapping):
             self._map(gone.at, gone.size, mmap.MAP_SHARED)
         self.give(gone.at, gone.size)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Make living results memory of this process alone, in their places: a fork is about to copy it."""
         for at, gone in list(self._live.items()):
             if at != self.filling and at not in self._own and gone() is not None:
@@ -394,5 +389,12 @@ class Arena(Mapping):
             raise OSError(ctypes.get_errno(), "wanted to map the memory of results anew, got an error")
 
 
-def _nothing() -> None:
-    """Behind a fork there is nothing to do."""
+_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _leave() -> None:
+    for each in list(_ARENAS):
+        each.leave()
+
+
+forking.around(_leave, lambda: None)
