@@ -12,7 +12,7 @@ import torch
 import layerzero as lz
 
 CRASHES, RAISES, HANGS, LEAVES, WRITES_AND_CRASHES, TURNS, STOPS = 101.0, 102.0, 103.0, 104.0, 105.0, 106.0, 107.0
-LOSES = 108.0  # the context of a GPU
+LOSES, NO_UNICODE, WARNS = 108.0, 109.0, 110.0  # the context of a GPU; an error's text; of nondeterministic code
 
 
 def act(number: float) -> None:
@@ -20,6 +20,10 @@ def act(number: float) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
     if number == RAISES:
         raise ValueError("a number that this library does not like")
+    if number == NO_UNICODE:
+        raise ValueError("a file named \udcff.so")
+    if number == WARNS and torch.get_deterministic_debug_mode() != 1:
+        raise ValueError("a mode that the caller has not")
     if number == HANGS:
         time.sleep(3600)
     if number == STOPS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import importlib
 import itertools
 import math
@@ -228,7 +229,7 @@ def test_other_threads_read_results_amid_a_fork(monkeypatch):
         seen.append(result.unique().tolist())  # what another thread would read now
 
     monkeypatch.setattr(arena, "_map", watched)
-    arena._leave()
+    arena.leave()
     assert seen == [[7]]
     os.pwrite(arena.file, bytes(1 << 14), at)
     assert result.unique().tolist() == [7], "the file is another's now"
@@ -400,7 +401,7 @@ def test_a_request_that_came_before_is_made_anew_where_its_numbers_mean_somethin
 
     def answer(dtype: str, *, new: bool, room: int = 0) -> messages.Answer:
         form = Form(((dtype, (1,), (1,)),), (True,), ()) if new else None
-        return server.answer(msgspec.msgpack.encode(Run(0, 0, (0,), (), (room, 64), 1, deterministic=False, new=form)))
+        return server.answer(msgspec.msgpack.encode(Run(0, 0, (0,), (), (room, 64), 1, deterministic=0, new=form)))
 
     for dtype in ("float32", "int64", "float32"):
         for new in (True, False, False):
@@ -422,3 +423,65 @@ def test_each_wait_that_was_in_vain_doubles_how_many_are_slept_through(monkeypat
         assert not any(awake.came() for _ in range(2))  # in vain, asleep once: both gains halved it
         its.close()
         assert awake.came()  # what ends the wait is a message, too
+
+
+def test_signals_make_no_wait_for_an_answer_longer(module, apart):
+    """Each began the system's wait anew, so that a process that hung held its caller for good."""
+    signals = []
+
+    def came(*_):
+        signals.append(1)
+        if len(signals) == 100:
+            raise TimeoutError("it waits as long as there are signals")
+
+    before = signal.signal(signal.SIGALRM, came)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with (
+            lz.scope(**{"isolation.timeout_s": 0.2}),
+            pytest.raises(IsolatedKernelError, match=r"gave no answer for 0\.2 s and was killed"),
+        ):
+            kernels.library(apart._library).call(
+                *(apart._load, apart._key, (rows(module.HANGS), WEIGHT), {"eps": 1e-5}, frozenset(), 0.2, None),
+                builds=False,
+            )
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_error_whose_text_is_no_unicode_costs_its_call_alone(module, apart):
+    apart(rows(), WEIGHT, eps=1e-5)
+    process = kernels.LIBRARIES["apart",].worker.pid
+    with pytest.raises(IsolatedKernelError, match=r"ValueError: a file named \\udcff\.so"):
+        apart(rows(module.NO_UNICODE), WEIGHT, eps=1e-5)
+    assert kernels.LIBRARIES["apart",].worker.pid == process
+
+
+def test_a_process_warns_of_nondeterministic_code_where_its_caller_does(module, apart):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        apart(rows(module.WARNS), WEIGHT, eps=1e-5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_memory_of_a_library_that_is_gone_goes_with_its_last_result():
+    def made() -> tuple[int, torch.Tensor]:
+        arena = Arena(1 << 20)
+        _, room = arena.hold(1 << 14)
+        result, arena.filling = torch.frombuffer(room, dtype=torch.uint8).fill_(7), None
+        return arena.file, result
+
+    file, result = made()
+    gc.collect()
+    forked = os.fork()
+    if not forked:
+        result.fill_(8)
+        os._exit(0)
+    os.waitpid(forked, 0)
+    assert result.unique().tolist() == [7], "a fork has memory of its own"
+    del result
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)

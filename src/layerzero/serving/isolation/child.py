@@ -20,6 +20,7 @@ import torch
 
 from layerzero import __version__
 from layerzero.core.dtypes import dtype_named
+from layerzero.core.errors import printable
 from layerzero.engine.registry import REGISTRY
 from layerzero.serving.isolation import messages
 from layerzero.serving.isolation.arena import (
@@ -103,7 +104,7 @@ class Server:
         self._waiting: tuple[_Call, Any] | None = None
         self._opened: dict[tuple[str, int], DeviceMemory] = {}
         self._device = ""
-        self._state: tuple[int, bool] | None = None
+        self._state: tuple[int, int] | None = None
         self._decoded = msgspec.msgpack.Decoder(messages.Request).decode
         self._calls: dict[bytes, _Call] = {}
 
@@ -122,7 +123,7 @@ class Server:
             return self._load(request)
         except Exception as error:  # noqa: BLE001  # whatever a kernel raises
             where = "".join(traceback.format_exception(error)[-4:])[-2000:]
-            return messages.Failed(type(error).__name__, str(error)[:4000], where, _context_lost())
+            return messages.Failed(type(error).__name__, printable(error)[:4000], printable(where), _context_lost())
 
     def _open(self, wanted: messages.Open) -> messages.Answer:
         self._calls.clear()  # their tensors lie in what was opened before
@@ -150,8 +151,8 @@ class Server:
     def _run(self, text: bytes, run: messages.Run, call: _Call | None) -> messages.Answer:
         if self._state != (run.threads, run.deterministic):
             torch.set_num_threads(run.threads)
-            if torch.are_deterministic_algorithms_enabled() != run.deterministic:  # this imports Inductor: 1 s
-                torch.use_deterministic_algorithms(run.deterministic)
+            if torch.get_deterministic_debug_mode() != (mode := run.deterministic):  # this imports Inductor: 1 s
+                torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
             self._state = run.threads, run.deterministic
         if call is None:
             call = self._call_of(run)

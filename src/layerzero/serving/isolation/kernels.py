@@ -238,7 +238,7 @@ class Library:
                 del to  # an error that is kept keeps this frame
             if ipc is not None:
                 ipc.wait()
-            state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+            state = torch.get_num_threads(), torch.get_deterministic_debug_mode()
             values = tuple([packed(arguments[each]) for each in form.others])
             request = Run(number, form.number, at, values, (place, known.size), *state, new, host)
             answer = self.worker.ask(request, limit_s, kernel, meanwhile if gpu is None else None)

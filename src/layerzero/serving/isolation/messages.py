@@ -28,6 +28,10 @@ MOST_ASLEEP = 1023
 """Messages in a row that are waited for asleep, before the next try."""
 
 
+MOST_S = 2e6
+"""Of a wait that ends: 23 days, and the system counts to 24."""
+
+
 class Awake:
     """Waits for messages awake, for a moment, where that paid before.
 
@@ -52,6 +56,10 @@ class Awake:
                 return False
         self._asleep //= 2
         return True
+
+    def comes(self, seconds: float) -> bool:
+        """Wait at most so long for a message, whatever signals come meanwhile; whether it came."""
+        return self.came() or bool(self._poll.poll(1e3 * seconds if seconds < MOST_S else None))
 
 
 class Serve(msgspec.Struct, frozen=True):
@@ -128,7 +136,7 @@ class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
         values: the arguments that are no tensors, in order.
         room: place and bytes for results; too few are answered with how many are wanted.
         threads: of torch.
-        deterministic: whether torch has deterministic algorithms alone.
+        deterministic: 2 where torch has deterministic algorithms alone, 1 where it warns of others, else 0.
         new: the form where this call is its first.
         host: where a GPU's tensors crossed through the host's memory: the place, bytes, and whether the kernel writes
             into them.
@@ -140,7 +148,7 @@ class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
     values: tuple[Any, ...]
     room: tuple[int, int]
     threads: int
-    deterministic: bool
+    deterministic: int
     new: Form | None = None
     host: tuple[int, int, bool] | None = None
 

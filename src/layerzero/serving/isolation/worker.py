@@ -7,7 +7,6 @@ import functools
 import math
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -63,7 +62,7 @@ class Worker:
         self._process: Process | None = None
         self._container = ""
         self._socket: socket.socket | None = None
-        self._in_a_row, self._rests_until, self._timeout_s = 0, -math.inf, 0.0
+        self._in_a_row, self._rests_until = 0, -math.inf
         self._encoder = msgspec.msgpack.Encoder()
         self._decoded = functools.lru_cache(MAX_KEPT)(msgspec.msgpack.Decoder(Answer).decode)
 
@@ -80,7 +79,7 @@ class Worker:
             raise IsolatedKernelError(f"{text}; it is started again in {left_s:.0f} s")
         try:
             ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._socket, self._awake, self._timeout_s = ours, Awake(ours), 0.0
+            self._socket, self._awake = ours, Awake(ours)
             with its:
                 handed, command = (memory, its.fileno()), self._command
                 if len(command) > 1:
@@ -105,24 +104,18 @@ class Worker:
         ``meanwhile`` runs while the process is at it. Equal answers are one object.
         """
         assert self._socket is not None
-        if timeout_s != self._timeout_s:  # the system's own: a timeout of Python's asks once more before each answer
-            limit_s = min(timeout_s, 1e9)  # no system counts to infinity
-            value = struct.pack("ll", int(limit_s), max(int(limit_s % 1 * 1e6), 1))
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-            self._timeout_s = timeout_s
         try:
             self._socket.send(self._encoder.encode(request))
             if meanwhile is not None:
                 meanwhile()
-            self._awake.came()
-            answer = self._socket.recv(MOST_BYTES)
-        except BlockingIOError:
-            raise self._gone(what, f"gave no answer for {timeout_s:g} s and was killed") from None
+            answer = self._socket.recv(MOST_BYTES) if self._awake.comes(timeout_s) else None
         except OSError:
             answer = b""
         except BaseException:  # of a signal handler: the answer would be taken for that of the next request
             self.end()
             raise
+        if answer is None:
+            raise self._gone(what, f"gave no answer for {timeout_s:g} s and was killed")
         if not answer:
             raise self._gone(what)
         return self._decoded(answer)  # type: ignore[no-any-return]
