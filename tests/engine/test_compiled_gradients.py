@@ -92,6 +92,24 @@ def test_under_autocast_the_reference_keeps_its_types():
         torch.testing.assert_close(got[key], each, rtol=1e-4, atol=1e-4)
 
 
+def test_gradients_of_what_was_drawn_are_those_of_the_draw():
+    """A result is linear in its values, so that their gradient gives it again, if the same weights were dropped."""
+    arguments = {key: torch.randn(2, 5, 3, 8, requires_grad=True) for key in ("query", "key", "value")}
+    factors = torch.randn(2, 5, 3, 8)
+
+    def attend():
+        return (lz.attention(**arguments, dropout_p=0.5, layout="BSHD") * factors).sum()
+
+    for compiled in (True, False):
+        with contextlib.nullcontext() if compiled else FlopCounterMode(display=False):
+            found = [(torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend)()]
+            found += [attend()]
+        assert found[0] != found[1]
+        for each in found:
+            (gradient,) = torch.autograd.grad(each, arguments["value"])
+            torch.testing.assert_close((arguments["value"] * gradient).sum(), each)
+
+
 def test_gradients_of_gradients_lead_back_through_operators():
     """What a dispatch mode counts runs as an operator, whose gradients were constants to the next pass."""
     arguments = random_call(5, 0, function="rms_norm", dtype=torch.float64).arguments

@@ -191,7 +191,8 @@ def test_gradients_equal_eager(make: Any) -> None:
             torch.testing.assert_close(parameters[name].grad, parameter.grad, atol=2e-5, rtol=1e-3, msg=name)
 
 
-def test_dropout_is_that_of_torch() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_is_that_of_torch(compiled: bool) -> None:
     """On the CPU both drop in the same kernel, so the same seed drops the same weights."""
     kind, config = llama()
     config.attention_dropout = 0.5
@@ -200,8 +201,9 @@ def test_dropout_is_that_of_torch() -> None:
     ours.load_state_dict(stock.state_dict())
     results = []
     for model in (stock, ours, ours):
+        run = torch.compile(model, backend="aot_eager") if compiled else model
         torch.manual_seed(len(results) // 2)
-        results.append(model(**padded_once()).logits)
+        results.append(run(**padded_once()).logits)
     torch.testing.assert_close(results[1], results[0])
     assert (results[2] - results[1]).abs().max() > 1e-3
 

@@ -53,6 +53,8 @@ class Call:
             for each in operation.schema.params
             if each.name in function.handles and each.changes_result
         ]
+        params = [each for operation in function.operations for each in operation.schema.params]
+        self.random = {each.name: each.neutral for each in params if each.random}
         self.demanded = [  # tensors that lack are not looked for in tables
             place
             for place, each in enumerate(function.parameters)
@@ -175,8 +177,9 @@ class Call:
         if self._are_to_unpack(arguments):  # in compiled code
             return self._operator(*unpack(self.function, arguments).values())
         wants_gradient = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
-        if self.function.mutates and wants_gradient and torch.is_grad_enabled():
-            # An operator that writes into its arguments cannot have a gradient of its own; torch's operators can.
+        drawn = any(arguments[name] != neutral for name, neutral in self.random.items())
+        if (self.function.mutates or drawn) and wants_gradient and torch.is_grad_enabled():
+            # An operator that writes into its arguments, or draws, cannot have a gradient of its own; torch's can.
             return self.dispatcher.reference(arguments)
         for name, schema in self.function.torch_schemas.items():
             if all(arguments[fixed] == value for fixed, value in schema.fixed.items()):

@@ -311,10 +311,11 @@ def attention_forward(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     deterministic = "deterministic" in kwargs and kwargs["deterministic"]
     own = softcap is not None or s_aux is not None or deterministic
-    if attention_mask is not None and not own and _is_the_compilers(module, query, key):
+    masked = attention_mask is not None and _is_the_compilers(module, query, key)
+    if not own and window is None and (masked or (dropout and torch.compiler.is_compiling())):  # gradients of draws
         torchs = transformers_patches.torchs_attention()
         traced: tuple[Tensor, None] = torchs(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal
         )
         return traced
 
