@@ -132,11 +132,12 @@ def test_nested_tensors_are_the_modules_own(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
-def test_it_compiles_without_a_break(name: str) -> None:
+def test_it_compiles_without_a_break(name: str, graph: bool) -> None:
     model = made(name)
     expected = output(model)
-    lz.optimize(model)
+    lz.optimize(model, graph=graph)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(output(compiled), expected, rtol=1e-4, atol=1e-4)
 

@@ -362,10 +362,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def forward(self: Module, *given: Any, **named: Any) -> Any:
     """The forward of a model whose steps are captured."""
     ids: Any = given[0] if given else named.get("input_ids")
-    run = functools.partial(stock_forward(self), *given, **named)
     state: Steps | None = self.__dict__.get(MARK)  # None once another thread has undone it
     if torch.compiler.is_compiling() or len(given) > 1 or state is None or not _is_step(ids, named):
-        return run()
+        return type(self).forward(self, *given, **named)  # Dynamo makes no bound method
+    run = functools.partial(stock_forward(self), *given, **named)
     return state.attempt(ids, named, run)
 
 
