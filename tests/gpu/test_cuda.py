@@ -195,6 +195,7 @@ def test_the_mean_of_one_ignored_row_is_of_no_row():
     assert lz.cross_entropy(torch.randn(9, device="cuda"), torch.tensor(-100, device="cuda")).isnan()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FlashInfer's templates warn when they are compiled
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_sparse_blocks_of_few_queries(rows):
     """FlashInfer decodes with one query of each block (0.7.2): others go elsewhere."""
@@ -205,3 +206,30 @@ def test_sparse_blocks_of_few_queries(rows):
         got = lz.sparse_attention(*call)
         with lz.scope(locks={"attention.sparse.block": "reference.attention.sparse.block"}):
             torch.testing.assert_close(got, lz.sparse_attention(*call), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # libraries warn of each other when they are imported
+@pytest.mark.parametrize("window", [(1, -1), (4, 20), (-1, 20), (30, -1)])
+def test_windows_without_a_causal_mask_of_more_queries_than_keys(window):
+    """FlashAttention 2 takes the longest keys as the right side of a window that is open there."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(count, 2, 64, device="cuda", dtype=torch.float16) for count in (60, 30, 30))
+    starts, key_starts = (torch.tensor(each, device="cuda").int() for each in ([0, 33, 60], [0, 19, 30]))
+    call = query, key, value, starts, key_starts
+    named = {"window": window, "causal": False, "max_seqlen_q": 33, "max_seqlen_k": 19}
+    dense = [each.unsqueeze(0) for each in (query, key, value)]
+    for function, given, more in ((lz.ragged_attention, call, named), (lz.attention, dense, {"window": window})):
+        more = more if function is lz.ragged_attention else more | {"causal": False, "layout": "BSHD"}
+        report = lz.explain(function.__name__, *given, **more)
+        with lz.scope(locks={report.operation: f"reference.{report.operation}"}):
+            wanted = function(*given, **more)
+        for kernel in [each.kernel.id for each in report.candidates if each.legal and not each.kernel.jit]:
+            with lz.scope(locks={report.operation: kernel}):
+                torch.testing.assert_close(function(*given, **more), wanted, rtol=1e-2, atol=1e-2, msg=kernel)
+
+
+def test_places_are_drawn_of_logits_that_want_a_gradient():
+    logits = torch.randn(3, 100, device="cuda", requires_grad=True)
+    heat = torch.rand(3, device="cuda") + 0.5
+    assert lz.sample_minp(logits, 0.3, temperature_by_row=heat).shape == (3,)
+    assert lz.sample_topk(logits, 5, temperature_by_row=heat).shape == (3,)

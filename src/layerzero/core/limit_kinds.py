@@ -304,7 +304,7 @@ class Contiguous(OfTensors):
 
 @dataclass(frozen=True, slots=True)
 class Aligned(OfTensors):
-    """Every row of these tensors starts at a multiple of so many bytes; repairable by a copy.
+    """Every row of these tensors starts at a multiple of so many bytes; repairable by a copy whose rows do.
 
     Rows of int64, which holds places and counts, are distinguished by elements alone: a limit may demand at most 8
     bytes. Vector loads of a GPU kernel end in a misaligned address otherwise, and with it the process's CUDA context.
@@ -321,7 +321,7 @@ class Aligned(OfTensors):
             [
                 Finding(
                     Reason(ReasonCode.MISALIGNED, name, f"{self.bytes} bytes", f"{tensor.row_alignment_bytes} bytes"),
-                    Repair("copy", name),
+                    Repair("copy", name) if _dense_rows_start_at(tensor, self.bytes) else None,
                 )
                 for name in self.tensors
                 if (tensor := facts.tensors.get(name)) is not None and tensor.row_alignment_bytes < self.bytes
@@ -330,6 +330,10 @@ class Aligned(OfTensors):
 
     def describe(self) -> str:
         return f"rows aligned to {self.bytes} bytes: {', '.join(self.tensors)}"
+
+
+def _dense_rows_start_at(tensor: TensorFacts, bytes: int) -> bool:  # noqa: A002
+    return tensor.ndim < 2 or tensor.shape[-1] * tensor.dtype.itemsize % bytes == 0
 
 
 @dataclass(frozen=True, slots=True)

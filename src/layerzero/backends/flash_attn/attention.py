@@ -220,6 +220,16 @@ ALIBI_WITHOUT_LSE = limit.rule(
 )
 """What FlashAttention 2 cannot give, in its own package and in others that ship it."""
 
+WINDOW_WITHOUT_CAUSAL = limit.rule(
+    "window: causal, or no more queries than keys",
+    lambda facts: facts["window"] is None or facts.get("causal") is True or facts.size("seq_q") <= facts.size("seq_k"),
+    "WINDOW_UNSUPPORTED",
+)
+"""FlashAttention 2 takes the number of keys as the right side of a window that is open there: first queries lose keys.
+
+Found with sequences of unlike lengths, whose longest it is told (torch 2.11, H200, 2026-12-01).
+"""
+
 
 def _little_shared_memory(facts: Facts) -> Reason | None:
     """Its backward pass leaves gradients unwritten (flash_bwd_launch_template.h)."""
@@ -267,6 +277,7 @@ KERNELS = (
         ),  # flash_fwd_launch_template.h; Dao-AILab/flash-attention#1786
         *_SHAPES,
         ALIBI_WITHOUT_LSE,
+        WINDOW_WITHOUT_CAUSAL,
         limit.rule(
             "softcap: None on ROCm",
             lambda facts: facts.device.platform != "rocm" or facts["softcap"] is None,

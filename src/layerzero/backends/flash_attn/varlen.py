@@ -20,7 +20,7 @@ from torch import Tensor
 from layerzero.backends.flash_attn import attention
 from layerzero.backends.flash_attn.cute import FLASH_ATTN_4, of_v4
 from layerzero.backends.shape_cache import stamps
-from layerzero.backends.torch.varlen import longest_or, longest_queries
+from layerzero.backends.torch.varlen import longest_of_v2, longest_or, longest_queries
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.limit_kinds import Limit
@@ -43,9 +43,10 @@ def _load_ragged(function: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         query, key, value, starts_q, starts_k = tensors
         own = {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes.float()}
+        longest = longest_queries(max_seqlen_q, len(query), len(starts_q) - 1), longest_or(max_seqlen_k, len(key))
+        acting = bool(scores.get("causal")), scores.get("window")
         result = function(
-            *(query, key, value, starts_q, starts_k),
-            *(longest_queries(max_seqlen_q, len(query), len(starts_q) - 1), longest_or(max_seqlen_k, len(key))),
+            *(query, key, value, starts_q, starts_k, longest[0], longest_of_v2(*longest, *acting)),
             return_attn_probs=return_lse,
             **own,
             **attention.in_its_words(**scores),

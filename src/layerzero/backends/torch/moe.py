@@ -99,7 +99,7 @@ def _load_one(facts: Facts, product: Callable[..., Tensor] | None = None) -> Cal
         if not here:
             nothing = torch.zeros_like(input, memory_format=torch.contiguous_format)
             for each in (input, gate_up, down, shares, first, second) if recording else ():  # zeros have no gradients
-                nothing = nothing if each is None else nothing + each[:0].sum()
+                nothing = nothing + each[:0].sum() if isinstance(each, Tensor) else nothing
             return nothing
         joined = cat([linear(input, gate_up[number], _bias(first, number)) for number in here])
         pairs = zip(torch.split(gated(joined, *gate, FUNCTIONS), 1), here, strict=True)

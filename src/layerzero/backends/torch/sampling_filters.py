@@ -168,6 +168,7 @@ def _by_hand(
 
 def by_race(weights: Tensor, generator: torch.Generator | None) -> Tensor:
     """The place that comes first, each at a rate of its weight. Shapes: (*, V) → (*)."""
+    weights = weights.detach()  # a place has no gradient, and torch divides into no memory where one is recorded
     times = torch.empty_like(weights).exponential_(generator=generator)
     return torch.div(weights, times, out=times).argmax(-1)
 

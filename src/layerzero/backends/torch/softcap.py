@@ -338,6 +338,7 @@ KERNELS = (
         # without them torch's own kernels are there
         limit.rule("softcap: given, or sinks", lambda facts: facts["softcap"] is not None or "sinks" in facts.tensors),
         FITTING_CAP,
+        limit.rule("scale: not 0", lambda facts: facts["scale"] != 0),  # cuBLAS reads nothing then, not a NaN either
         limit.one_of("attn_mask", "none", "float", "bool", foldable=True),
         layout="BHSD",
         accepts=("causal", "scale", "attn_mask", "softcap", "sinks", "return_lse"),

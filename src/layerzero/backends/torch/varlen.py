@@ -144,6 +144,14 @@ def _load_ragged(facts: Facts, attend: Attend | None = None) -> Callable[..., An
     return run
 
 
+def longest_of_v2(longest_q: int, longest_k: int, causal: bool, window: tuple[int, int] | None) -> int:
+    """What FlashAttention 2 is told as the longest keys: it lets a window that is open to the right see so many.
+
+    With more queries than keys the first ones lost keys that way (torch 2.11, H200, 2026-12-01).
+    """
+    return longest_k if causal or window in (None, (-1, -1)) else longest_k + longest_q
+
+
 def longest_or(promised: int | None, tokens: int) -> int:
     """What a launch is sized by: the promised length, or that of all tokens in one sequence; at least 1."""
     return max(tokens if promised is None else min(promised, tokens), 1)
@@ -195,6 +203,7 @@ def flash(
     Keys of a sequence are read as far as ``lens`` (B,) int32 says, or to where the next one starts.
     """
     left, right = window or (-1, -1)
+    longest_k = longest_of_v2(longest_q, longest_k, causal, window)
     output, lse, *_ = _FLASH(
         *(query, key, value, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False),
         scale=scale,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
+from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE, WINDOW_WITHOUT_CAUSAL
 from layerzero.backends.shape_cache import Prepared, driver_cache
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
@@ -217,6 +217,7 @@ KERNELS = (
         limit.last_stride_one("alibi_slopes"),
         limit.contiguous("kv_lens"),
         ALIBI_WITHOUT_LSE,
+        WINDOW_WITHOUT_CAUSAL,
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "alibi_slopes", "kv_lens", "return_lse"),
         build_key=variant_of_v2,

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
 from layerzero.backends.shape_cache import driver_cache
-from layerzero.backends.torch.varlen import longest_or, longest_queries
+from layerzero.backends.torch.varlen import longest_of_v2, longest_or, longest_queries
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES, OF_SINKS, with_lse_of_sinks
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
@@ -90,9 +90,10 @@ def forward_of_v2(splits: int = 0) -> Forward:
         slopes = None if scores.slopes is None else scores.slopes.float()
         starts_k = starts if keys.starts is None else keys.starts  # read only without lengths
         longest = longest_queries(longest, len(query), len(starts) - 1)
+        longest_k = longest_of_v2(longest, keys.longest, scores.causal, scores.window)
         output, lse, *_ = operator(
             *(query, keys.keys, keys.values, out, starts, starts_k, keys.lens, None, keys.table, slopes),
-            *(longest, keys.longest, 0.0, scores.scale, False, scores.causal, *scores.window, scores.softcap),
+            *(longest, longest_k, 0.0, scores.scale, False, scores.causal, *scores.window, scores.softcap),
             *(False, splits, None),
         )
         return output, lse

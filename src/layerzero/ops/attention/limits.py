@@ -45,8 +45,8 @@ class SameHeads(Limit):
 class AlignedOnCuda(OfTensors):
     """On NVIDIA dense rows that start at a multiple of 16 bytes, where a copy can make them: elsewhere none are copied.
 
-    For kernels that run on every device and are torch's memory-efficient one there. Rows whose width is no multiple of
-    16 bytes stay as they are: a copy of them starts no better.
+    For kernels that run on every device and are one of torch's fused ones there. Rows whose width is no multiple of 16
+    bytes stay as they are: a copy of them starts no better.
     """
 
     def problem(self, name: str, tensor: TensorFacts, facts: Facts, /) -> Reason | None:
