@@ -216,10 +216,10 @@ def test_windows_without_a_causal_mask_of_more_queries_than_keys(window):
     query, key, value = (torch.randn(count, 2, 64, device="cuda", dtype=torch.float16) for count in (60, 30, 30))
     starts, key_starts = (torch.tensor(each, device="cuda").int() for each in ([0, 33, 60], [0, 19, 30]))
     call = query, key, value, starts, key_starts
-    named = {"window": window, "causal": False, "max_seqlen_q": 33, "max_seqlen_k": 19}
-    dense = [each.unsqueeze(0) for each in (query, key, value)]
-    for function, given, more in ((lz.ragged_attention, call, named), (lz.attention, dense, {"window": window})):
-        more = more if function is lz.ragged_attention else more | {"causal": False, "layout": "BSHD"}
+    named = {"window": window, "causal": False}
+    ragged = lz.ragged_attention, call, {**named, "max_seqlen_q": 33, "max_seqlen_k": 19}
+    dense = lz.attention, [each.unsqueeze(0) for each in (query, key, value)], {**named, "layout": "BSHD"}
+    for function, given, more in (ragged, dense):
         report = lz.explain(function.__name__, *given, **more)
         with lz.scope(locks={report.operation: f"reference.{report.operation}"}):
             wanted = function(*given, **more)

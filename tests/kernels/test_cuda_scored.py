@@ -146,8 +146,13 @@ def test_on_a_gpu_it_is_there_for_softcap_and_sinks_alone() -> None:
     mask = torch.empty(2, 1, 9, 9, dtype=torch.bool, device="meta")
     reports = [
         lz.explain("attention", query, query, query, layout="BSHD", causal=False, device="H100", **more)
-        for more in ({"softcap": 50.0, "attn_mask": mask}, {"attn_mask": mask}, {"softcap": 50.0})
+        for more in (
+            {"softcap": 50.0, "attn_mask": mask},
+            {"attn_mask": mask},
+            {"softcap": 50.0},
+            {"softcap": 50.0, "scale": 0.0},
+        )
     ]
     assert reports[0].kernel_id == "torch.cuda.scored"
     codes = [{each.code for each in report.failures.get("torch.cuda.scored", ())} for report in reports]
-    assert codes == [set(), {lz.ReasonCode.CONSTRAINT_FAILED}, set()]
+    assert codes == [set(), {lz.ReasonCode.CONSTRAINT_FAILED}, set(), {lz.ReasonCode.CONSTRAINT_FAILED}]

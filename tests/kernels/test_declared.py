@@ -48,6 +48,8 @@ def wide(head_dim):
     return {"q": (2, 64, 8, head_dim), "k": (2, 64, 2, head_dim)}
 
 
+OPEN_WINDOW = {"window": (1, -1), "causal": False}
+MORE_QUERIES = {"q": (1, 64, 8, 128), "k": (1, 32, 2, 128)}
 MASKED = {"attn_mask": meta(64, 64, dtype=torch.bool), "causal": False}
 
 CASES = [
@@ -55,11 +57,11 @@ CASES = [
     ("torch.sdpa.flash", "A100", {}, set()),
     ("torch.sdpa.flash", "A100", MASKED, {Code.ATTN_MASK_UNSUPPORTED}),
     ("torch.sdpa.flash", "A100", wide(320), {Code.HEAD_DIM_TOO_LARGE}),
-    ("torch.sdpa.flash", "A100", wide(84), {Code.HEAD_DIM_ALIGNMENT}),
+    ("torch.sdpa.flash", "A100", wide(84), {Code.HEAD_DIM_ALIGNMENT, Code.MISALIGNED}),
     ("torch.sdpa.flash", "A100", {"dtype": torch.float32}, {Code.DTYPE_UNSUPPORTED}),
     ("torch.sdpa.efficient", "A100", MASKED, set()),
     ("torch.sdpa.efficient", "A100", wide(320), set()),
-    ("torch.sdpa.efficient", "A100", wide(84), {Code.HEAD_DIM_ALIGNMENT}),
+    ("torch.sdpa.efficient", "A100", wide(84), {Code.HEAD_DIM_ALIGNMENT, Code.MISALIGNED}),
     ("torch.sdpa.cudnn", "H100", MASKED, {Code.ATTN_MASK_UNSUPPORTED}),
     ("torch.sdpa.cudnn", "H100", wide(320), {Code.HEAD_DIM_TOO_LARGE}),
     ("torch.sdpa.math", "A100", MASKED | wide(84), set()),
@@ -74,6 +76,8 @@ CASES = [
     ("flash_attn.v2", "A100", {"libraries": {**LIBRARIES, "flash-attn": "2.6.3"}}, {Code.VERSION_UNSUPPORTED}),
     ("flash_attn.v2", "H100", {"alibi_slopes": meta(8), "return_lse": True}, {Code.LSE_UNSUPPORTED}),
     ("flash_attn.v2", "H100", {"alibi_slopes": meta(8), "return_lse": True, "causal": False}, set()),
+    ("flash_attn.v2", "H100", OPEN_WINDOW | ONE, set()),
+    ("flash_attn.v2", "H100", OPEN_WINDOW | MORE_QUERIES, {Code.WINDOW_UNSUPPORTED}),
     ("flash_attn.v2", "MI300X", {}, set()),
     ("flash_attn.v2", "MI300X", {"softcap": 30.0}, {Code.SOFTCAP_UNSUPPORTED}),
     # FlashAttention 4
@@ -84,7 +88,7 @@ CASES = [
     ("flash_attn.v4", "H100", {}, {Code.SM_TOO_OLD, Code.INSTRUCTION_SET_MISMATCH}),
     ("flash_attn.v4", "RTX 5090", {}, {Code.SM_TOO_NEW, Code.INSTRUCTION_SET_MISMATCH}),
     ("flash_attn.v4.sm90", "H100", wide(160), set()),
-    ("flash_attn.v4.sm90", "H100", wide(20), {Code.HEAD_DIM_ALIGNMENT}),
+    ("flash_attn.v4.sm90", "H100", wide(20), {Code.HEAD_DIM_ALIGNMENT, Code.MISALIGNED}),
     ("flash_attn.v4.sm90", "H100", {"sinks": meta(8, dtype=torch.float64)}, {Code.CONSTRAINT_FAILED}),
     ("flash_attn.v4.sm90", "H100", NARROW, set()),
     ("flash_attn.v4.sm90", "H100", {**NARROW, "v": (2, 64, 2, 136)}, {Code.HEAD_DIM_INVALID}),
@@ -99,6 +103,7 @@ CASES = [
     ("vllm.flash_attn.v3", "RTX 5090", {}, {Code.SM_TOO_NEW, Code.INSTRUCTION_SET_MISMATCH}),
     ("vllm.flash_attn.v2", "RTX 5090", {"kv_lens": meta(2, dtype=torch.int64), "capturing": True}, set()),
     ("vllm.flash_attn.v2", "H100", {"alibi_slopes": meta(8), "return_lse": True, **DECODE}, set()),
+    ("vllm.flash_attn.v2", "H100", OPEN_WINDOW | MORE_QUERIES, {Code.WINDOW_UNSUPPORTED}),
     ("vllm.flash_attn.v2", "H100", {"libraries": {**LIBRARIES, "vllm": "0.21.0"}}, {Code.VERSION_UNSUPPORTED}),
     ("vllm.flash_attn.v2", "H100", {"libraries": {**LIBRARIES, "torch": "2.13.0"}}, {Code.VERSION_UNSUPPORTED}),
     # FlashInfer
@@ -210,6 +215,18 @@ def test_copies_that_masked_sparse_kernels_need_on_a_gpu_are_told(device, width,
         strict = lz.explain("sparse_attention", *call, device=device, libraries=LIBRARIES)
     reasons = [reason.code for reason in strict.reasons("torch.block_sparse_masked")]
     assert reasons == [Code.MISALIGNED] * len(kinds)
+
+
+@pytest.mark.parametrize(("head_dim", "wanted"), [(24, []), (20, [Code.MISALIGNED] * 2)])
+def test_rows_that_no_copy_aligns_are_refused_before_they_are_copied(head_dim, wanted):
+    """A plan with the copy broke its kernel's own limits: each such call logged an error and counted as a failure."""
+    query = torch.empty(2, 5, 2, 3 * head_dim + 1, dtype=torch.bfloat16, device="meta")[..., :head_dim]
+    table = meta(5, head_dim // 2, dtype=torch.float32)
+    call = query, query, meta(head_dim), meta(head_dim), table, table
+    reasons = lz.explain("qk_norm_rope", *call, layout="BSHD", device="H200", libraries=LIBRARIES).reasons(
+        "vllm.qk_norm_rope"
+    )
+    assert [each.code for each in reasons] == wanted
 
 
 @pytest.mark.parametrize(("rows", "heads", "wrong"), [(1, 1, 0), (2, 1, 1), (3, 1, 1), (4, 1, 0), (2, 2, 0)], ids=str)

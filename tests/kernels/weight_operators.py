@@ -169,6 +169,7 @@ def awq_gemm(a, words, scale, zero, parts):
 
 def tinygemm_pack(data, tiles):
     assert tiles == 8
+    assert data.is_contiguous()
     return data
 
 

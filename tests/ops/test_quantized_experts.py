@@ -103,6 +103,14 @@ def test_formats_may_differ_and_experts_may_be_elsewhere():
     torch.testing.assert_close(parts[0] + parts[1], lz.moe_experts(rows, *wide, ids, shares), rtol=0.03, atol=0.03)
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_rows_get_gradients_of_zeros_where_every_expert_is_elsewhere(tokens):
+    rows, ids, shares = around(tokens)
+    rows.requires_grad_()
+    lz.moe_experts(rows, *stacks("nf4:group=64"), ids.fill_(-1), shares).sum().backward()
+    assert not rows.grad.any()
+
+
 KERNELS = {
     "torch.experts_int4": "compressed-tensors:bits=4,group=32",
     "torch.experts_int8": "compressed-tensors:bits=8",

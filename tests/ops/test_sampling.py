@@ -118,6 +118,13 @@ def test_a_hundred_thousand_draws_come_as_often_as_they_should(name, kernel, end
     assert not counts[~support].any()
 
 
+def test_places_are_drawn_of_weights_that_want_a_gradient():
+    """On a GPU those of logits of a model in training do."""
+    assert sampling_filters.by_race(
+        torch.tensor([[0.0, 1.0], [2.0, 0.0]], requires_grad=True), generator()
+    ).tolist() == [1, 0]
+
+
 @pytest.mark.parametrize(("name", "kernel"), KERNELS)
 def test_a_temperature_divides_logits(name, kernel):
     operation = FUNCTIONS[name].operations[0]

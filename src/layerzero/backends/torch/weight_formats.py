@@ -175,7 +175,8 @@ def int4(facts: Facts) -> tuple[Pack, Product]:
     def converted(numbers: Tensor) -> Any:
         if on_cpu:
             return library._convert_weight_to_int4pack_for_cpu.default(numbers.to(torch.int32), 1)
-        return library._convert_weight_to_int4pack.default(numbers[:, ::2] << 4 | numbers[:, 1::2], _TILES)
+        pairs = numbers[:, ::2] << 4 | numbers[:, 1::2]  # of marlin's words column by column, which it refuses
+        return library._convert_weight_to_int4pack.default(pairs.contiguous(), _TILES)
 
     def pack(codes: Codes) -> tuple[tuple[Tensor, int, Tensor, Tensor | None], int]:
         codes = grouped_weights.regrouped(codes, _GROUPS)
