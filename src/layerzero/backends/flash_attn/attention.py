@@ -227,7 +227,7 @@ WINDOW_WITHOUT_CAUSAL = limit.rule(
 )
 """FlashAttention 2 takes the number of keys as the right side of a window that is open there: first queries lose keys.
 
-Found with sequences of unlike lengths, whose longest it is told (torch 2.11, H200, 2026-12-01).
+Seen with sequences of unlike lengths (torch 2.11, H200, 2026-12-01); those calls name a longer bound.
 """
 
 

@@ -7,10 +7,10 @@ hopper/flash_api.cpp and csrc/flash_attn/flash_api.cpp of vllm-project/flash-att
 FlashAttention 3 is built for variable lengths only. Dense tensors go in as they are, with a constant tensor of lengths
 (``seqused_k``), which is such a call; nothing is reshaped. These are rows of one table for many lengths: decoding meets
 a new one at every step, and neither makes a tensor nor another plan for it. The number of splits is left to the
-library, as vLLM does. What it splits gives 0 where a query or a key is NaN (H200, 2026-12-01). It writes the schedule of a call into memory that it allocates itself: metadata made once would
-hold a counter that two streams must not share. FlashAttention 2 has no plain forward in this build, but its cache
-operator is one when nothing is appended; it splits keys for decode as well, and reads device lengths. Neither build has
-dropout or a backward pass.
+library, as vLLM does. What it splits gives 0 where a query or a key is NaN (H200, 2026-12-01). It writes the schedule
+of a call into memory that it allocates itself: metadata made once would hold a counter that two streams must not share.
+FlashAttention 2 has no plain forward in this build, but its cache operator is one when nothing is appended; it splits
+keys for decode as well, and reads device lengths. Neither build has dropout or a backward pass.
 Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause.
 """
 
