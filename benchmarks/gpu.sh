@@ -4,12 +4,12 @@
 #     bash benchmarks/gpu.sh results            with the libraries that are installed
 #     LIBRARIES=.gpu bash benchmarks/gpu.sh     with folders that bring an unpack.sh each, for a host without an index
 #
-#     STEPS="layers hour" bash benchmarks/gpu.sh results    some of the steps: doctor, conformance, tests, build, times
+#     STEPS="layers hour" bash benchmarks/gpu.sh results    some of the steps: doctor, conformance, fuzz, tests, build, times
 #                               by default; when named, minutes each: layers, weights, hour, tune, ship, serving, diffusion,
 #                               engine, cache, tokens, models and training
 #
-# Writes doctor.txt, conformance-<library>.{txt,json}, tests.txt, judge.{json,md} and conformance.md, and of the other
-# steps a text and what the script keeps. Steps go on where one fails; LIMIT_S is the longest that a command may take.
+# Writes doctor.txt, conformance-<library>.{txt,json}, fuzz-<seed>.txt, tests.txt, judge.{json,md} and conformance.md, and
+# of the other steps a text and what the script keeps. Steps go on where one fails; LIMIT_S is the longest that a command may take.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-results}
@@ -19,7 +19,7 @@ if [ -n "${LIBRARIES:-}" ]; then
 fi
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 limit_s=${LIMIT_S:-500}
-steps=${STEPS:-doctor conformance tests build times}
+steps=${STEPS:-doctor conformance fuzz tests build times}
 libraries=${BACKENDS:-torch flash_attn flashinfer vllm cudnn liger quack xformers humming reference}
 
 case " $steps " in *" doctor "*) python3 -m layerzero doctor --load > "$out/doctor.txt" 2>&1 ;; esac
@@ -29,6 +29,14 @@ case " $steps " in *" conformance "*)
       > "$out/conformance-$library.json" 2> "$out/conformance-$library.txt" &
   done
   wait ;;
+esac
+case " $steps " in *" fuzz "*)  # calls of all functions: limits of one kernel are seldom drawn by its own conformance
+  for seed in ${SEEDS:-1 2 3 4 5 6 7 8}; do
+    timeout "$limit_s" python3 -m layerzero fuzz --device cuda --calls "${FUZZ_CALLS:-8000}" --seed "$seed" \
+      > "$out/fuzz-$seed.txt" 2>&1 &
+  done
+  wait
+  grep -h "comparisons with float64" "$out"/fuzz-*.txt ;;
 esac
 case " $steps " in *" tests "*) timeout "$limit_s" python3 -m pytest -q -m gpu -p no:cacheprovider > "$out/tests.txt" 2>&1; tail -3 "$out/tests.txt" ;; esac
 case " $steps " in *" build "*)
