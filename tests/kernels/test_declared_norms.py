@@ -137,7 +137,7 @@ def test_devices(kernel, device, expected):
 
 
 @pytest.mark.parametrize(("kernel", "changed"), [
-    ("flashinfer.rms_norm", {"flashinfer-python": "0.8.0"}), ("flashinfer.rms_norm", {"flashinfer-python": "0.7.1"}),
+    ("flashinfer.rms_norm", {"flashinfer-python": "0.7.4"}), ("flashinfer.rms_norm", {"flashinfer-python": "0.7.1"}),
     ("vllm.rms_norm", {"vllm": "0.21.0"}), ("vllm.rms_norm", {"torch": "2.12.0"}),
     ("quack.rms_norm", {"quack-kernels": "0.6.6"}), ("quack.rms_norm", {"nvidia-cutlass-dsl": "4.6.0"}),
     ("liger.rms_norm", {"liger-kernel": "0.8.6"}), ("apex.rms_norm", {"apex": "0.9.10.dev0"}),

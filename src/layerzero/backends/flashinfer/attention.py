@@ -39,12 +39,12 @@ FLASHINFER = Backend(
     summary="FlashInfer: attention, sampling, norms and rotations, compiled on first use",
     import_name="flashinfer",
     distribution="flashinfer-python",
-    versions=">=0.7.2,<0.8",
+    versions=">=0.7.2,<0.7.3",  # 0.7.4 has other arguments inside, and never ran here
     tested=("0.7.2.post1",),
     requires=("cuda>=12.0",),
     platforms=("cuda",),
     least_sm=(8, 0),
-    install="pip install flashinfer-python",
+    install="pip install flashinfer-python==0.7.2.post1",
     homepage="https://github.com/flashinfer-ai/flashinfer",
     flags=("graph_safe", "jit", "device_guard"),
 )
