@@ -230,6 +230,25 @@ def test_what_does_not_fit_is_refused_by_the_name_of_the_field(given, told):
         lz.moe_experts(**{**arguments, "expert_weights": shares, **given})
 
 
+@pytest.mark.filterwarnings("ignore::layerzero.core.errors.LayerZeroFallbackWarning")
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("group", [8, -1])
+@pytest.mark.parametrize("name", ["gate_up_group_index", "down_group_index"])
+def test_a_column_of_no_group_is_refused_by_the_name_of_the_field(name, group, debug):
+    rows, ids, shares = around()
+    given = {"input": rows, "expert_ids": ids, "expert_weights": shares}
+    both = stacks("gptq:bits=4,group=32,zeros=stored,permuted=True")
+    for part, weight in zip(("gate_up", "down"), both, strict=True):
+        fields = {"scale": weight.fields.scale, "zero": weight.fields.zero, "group_index": weight.fields.group_index}
+        given |= {f"{part}_weight": weight.fields.data, f"{part}_format": str(weight.format)}
+        given |= {f"{part}_{field}": each for field, each in fields.items()}
+    lz.moe_experts(**given)
+    given[name] = given[name].clone()
+    given[name][1, 3] = group
+    with lz.scope(debug=debug), pytest.raises(lz.InvalidCallError, match=f"{name}: wanted groups that have a scale"):
+        lz.moe_experts(**given)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -40,7 +40,7 @@ from layerzero.ops.quantize.groups import Grouped
 from layerzero.ops.quantize.scheme import Scheme
 from layerzero.ops.quantize.schemes import LOSSES, SCHEMES, format_problems, scheme_of, taken_instead
 from layerzero.ops.quantize.weight import QuantizedWeight
-from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, fields_of, rotated
+from layerzero.ops.quantize.weight_format import ARGUMENTS, Fields, WeightFormat, arguments_of, fields_of, rotated
 
 _TENSORS = tuple(ARGUMENTS.values())
 
@@ -132,24 +132,25 @@ def _work(facts: Mapping[str, Any]) -> Work:
     return Work(2.0 * rows * inputs * outputs, float(moved + written))
 
 
-def _check_values(
-    *,
-    weight_format: str,
-    weight_scale: Tensor | None = None,
-    second_scale: Tensor | None = None,
-    group_index: Tensor | None = None,
-    **_: object,
-) -> Sequence[str | Check]:
-    """Scales that are finite, and places of groups that exist; a QuantizedWeight has looked at more."""
+def _check_values(*, weight_format: str, weight: Tensor, **given: Any) -> Sequence[str | Check]:
+    return value_checks(weight_format, {"weight": weight, **given}, "weight")
+
+
+def value_checks(text: str, arguments: Mapping[str, Any], weight: str) -> list[str | Check]:
+    """Scales that are finite, and places of groups that exist; a QuantizedWeight has looked at more.
+
+    Of a weight of a format, or of a stack.
+    """
+    given, names = fields_of(arguments, weight), arguments_of(weight)
     checks: list[str | Check] = []
-    for name, scale in (("weight_scale", weight_scale), ("second_scale", second_scale)):
+    for field, scale in (("scale", given.scale), ("second_scale", given.second_scale)):
         if scale is not None and scale.is_floating_point():
             wrong = ~scale.to(torch.float32).isfinite().all()
-            checks.append(_found(wrong, f"{name}: wanted finite numbers, got one that is not"))
-    if group_index is not None and weight_scale is not None:
-        groups = weight_scale.shape[WeightFormat.of(weight_format).scheme == "compressed-tensors"]
-        wrong = ((group_index < 0) | (group_index >= groups)).any()
-        checks.append(_found(wrong, "group_index: wanted groups that have a scale, got one that has none"))
+            checks.append(_found(wrong, f"{names[field]}: wanted finite numbers, got one that is not"))
+    if given.group_index is not None and given.scale is not None:
+        groups = given.scale.shape[-1 if WeightFormat.of(text).scheme == "compressed-tensors" else -2]
+        wrong = ((given.group_index < 0) | (given.group_index >= groups)).any()
+        checks.append(_found(wrong, f"{names['group_index']}: wanted groups that have a scale, got one that has none"))
     return checks
 
 

@@ -23,12 +23,13 @@ from layerzero.core.errors import InvalidCallError, refuse
 from layerzero.core.judge import Elementwise
 from layerzero.core.operation import Case, Operation, Random, Work
 from layerzero.core.reasons import ReasonCode
+from layerzero.core.values import Check
 from layerzero.ops.declaration import function, operation, tensor
 from layerzero.ops.draw import Draw
 from layerzero.ops.linear.declare import CODES, SIGMAS, OfRows
 from layerzero.ops.linear.fused import TOLERANCE, TOLERANCE_REASON
 from layerzero.ops.linear.packed import PackedWeight
-from layerzero.ops.linear.weight_formats import WEIGHT_FACTS, as_argument, facts_of_weight, random_weight
+from layerzero.ops.linear.weight_formats import WEIGHT_FACTS, as_argument, facts_of_weight, random_weight, value_checks
 from layerzero.ops.moe.experts import (
     BIASES,
     EXPERTS,
@@ -157,6 +158,11 @@ def _tensors(weight: str) -> tuple[TensorSchema, ...]:
     )
 
 
+def _check_values(*, gate_up_format: str, down_format: str, **tensors: Any) -> Sequence[str | Check]:
+    texts = zip(WEIGHTS, (gate_up_format, down_format), strict=True)
+    return [each for weight, text in texts for each in value_checks(text, tensors, weight)]
+
+
 def _format(weight: str) -> Param:
     name, code = arguments_of(weight)["format"], ReasonCode.QUANT_FORMAT_UNSUPPORTED
     return Param(name, str, example="mxfp4", code=code)
@@ -207,6 +213,7 @@ QUANTIZED: Operation = operation(
     fixed={"activations": None},
     derive=_derive,
     derived_from=_DERIVED,
+    check_values=_check_values,
     examples=_examples,
     work=_work,
     scratch=EXPERTS.scratch,

@@ -192,9 +192,8 @@ class Codes:
         """The numbers, in this dtype all along. Shapes: → (N, K)."""
         scale, zero = self.scale.to(dtype), self.middle if self.zero is None else self.zero.to(dtype)
         if self.group_index is not None:
-            place = self.group_index.long()
-            zero = zero if isinstance(zero, int) else zero[:, place]
-            return (self.numbers.to(dtype) - zero) * scale[:, place]
+            zero = zero if isinstance(zero, int) else zero.index_select(1, self.group_index)  # -1 is no group
+            return (self.numbers.to(dtype) - zero) * scale.index_select(1, self.group_index)
         rows, groups = scale.shape
         numbers = self.numbers.to(dtype).view(rows, groups, self.group)
         return ((numbers - (zero if isinstance(zero, int) else zero.unsqueeze(-1))) * scale.unsqueeze(-1)).flatten(1)
