@@ -279,6 +279,16 @@ def test_a_table_that_is_none_is_told_and_does_not_count(tmp_path, spoilt):
     assert message in found.problems[0]
 
 
+def test_processors_of_one_name_have_tables_of_their_own(monkeypatch):
+    monkeypatch.setattr(prior, "_LOADED", {})
+    sets = next(each for each in map(read_table, TABLES) if each.instruction_sets).instruction_sets
+    wide, bare = (replace(Device.detect("cpu"), instruction_sets=frozenset(each)) for each in (sets, ()))
+    found = prior.priors_of(wide).tables
+    assert found
+    assert prior.priors_of(bare).tables == ()
+    assert prior.priors_of(wide).tables is found
+
+
 def test_a_broken_table_is_named_by_doctor(tmp_path, monkeypatch):
     (tmp_path / f"{slug(H200.name)}.json").write_text("{")
     monkeypatch.setattr(prior, "FOLDER", tmp_path)

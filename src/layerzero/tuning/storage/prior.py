@@ -274,12 +274,12 @@ def _apart(asked: Mapping[str, str], other: Mapping[str, str]) -> float:
     return away
 
 
-_LOADED: dict[tuple[str, int], Priors] = {}
+_LOADED: dict[tuple[str | Device, int], Priors] = {}
 
 
 def priors_of(device: Device) -> Priors:
     """The tables of a device, of a CPU as many threads as torch's operators use now."""
-    about = device.name, torch.get_num_threads() if device.platform == "cpu" else 0
+    about = (device, torch.get_num_threads()) if device.platform == "cpu" else (device.name, 0)
     found = _LOADED.get(about)
     if found is None:
         found = _LOADED[about] = Priors(device, FOLDER)
