@@ -338,6 +338,17 @@ def test_gradients_are_asked_where_an_argument_names_a_dtype():
     assert found["gradients of random calls, bfloat16"].status == "passed"
 
 
+def test_gradients_of_numbers_that_are_only_moved_are_compared():
+    def moves(input):
+        output = input.transpose(1, 2).contiguous()
+        return output + (output - output.detach()) / 2
+
+    planted("tensor.transpose_head_token", grad=True)(moves)
+    found = checked("planted.it", "tensor.transpose_head_token", ("gradients, float32", "small, float32"))
+    assert found.pop("gradients, float32").status == "wrong"
+    assert {each.status for each in found.values()} <= {"passed"}
+
+
 @pytest.mark.parametrize(
     "name", ["attention.gqa.decode.paged", "attention.standard.prefill", "norm.rms", "kv.append.paged"]
 )

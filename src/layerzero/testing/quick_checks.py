@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.core.judge import Elementwise
+from layerzero.core.judge import Elementwise, Exact
 from layerzero.core.kernel import Kernel
 from layerzero.core.operation import Case, Operation, Tolerance
 from layerzero.engine.config import SCOPES
@@ -50,9 +50,12 @@ _LEAST = 2.0**-23
 
 
 def has_gradients(operation: Operation, dtype: torch.dtype) -> bool:
-    """Whether results are numbers that change smoothly with those that a call of this dtype brings."""
-    results = [judge for name, judge in operation.judges.items() if name not in operation.schema.mutated]
-    return dtype in TOLERANCE and any(isinstance(judge, Elementwise) for judge in results)
+    """Whether results are numbers that change smoothly with those that a call of this dtype brings, or are these."""
+    schema, judges = operation.schema, operation.judges
+    numbers = [each.name for each in schema.outputs if dtype in (each.dtype_constraint or (dtype,))]
+    results = [judge for name, judge in judges.items() if name not in schema.mutated]
+    moved = any(isinstance(judges[name], Exact) for name in numbers)
+    return dtype in TOLERANCE and (moved or any(isinstance(judge, Elementwise) for judge in results))
 
 
 def gradients_of(kernel: Kernel, operation: Operation, calls: Iterable[RandomCall], most: int) -> Finding:
