@@ -189,6 +189,22 @@ def test_two_at_a_time_and_what_was_broken_off_comes_first(tmp_path):
     assert [each for each in fleet.acts if "update" in each] == ["update c", "update d"], "neither waits for the other"
 
 
+def test_an_old_process_that_was_not_ready_before_its_update_is_no_new_one():
+    fleet, asked = Fleet("a"), []
+
+    def ask(url):
+        if url == "http://a/readyz" and fleet.acts:
+            asked.append(url)
+            if len(asked) == 2:  # as its turn comes; forced it was ready
+                return Reply(503, "not ready: the disk is full")
+        return Fleet.ask(fleet, url)
+
+    fleet.ask = ask
+    reached = fleet.run(update=lambda _: None)
+    assert states(reached) == {"a": FAILED}
+    assert reached.instances[0].told == "wanted a new process, got the one from before the update"
+
+
 def test_an_old_process_that_outlived_a_broken_off_update_is_no_new_one(tmp_path):
     fleet, file = Fleet(), tmp_path / "update.json"
 

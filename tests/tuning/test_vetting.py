@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from kernels_to_vet import CALL, found, installed
+from kernels_to_vet import CALL, PLUGIN, found, installed, registered
 
 import layerzero as lz
 from layerzero.backends import zentorch
@@ -115,6 +115,14 @@ def test_a_plugin_runs_only_where_it_was_vetted_and_explain_says_how(plugin):
     with lz.scope(require_vetting=False):
         other = lz.which("rms_norm", torch.randn(4, 64, dtype=torch.float64), CALL[1].double())
     assert other["kernel_id"] == "plug.rms"
+
+
+@pytest.mark.parametrize(("error", "verdict"), [("ValueError", Verdict.CRASHED), ("ImportError", None)])
+def test_an_error_that_is_no_unicode_is_told_and_ends_no_process(monkeypatch, tmp_path, error, verdict):
+    raises = f"    raise {error}('a file named \\udcff.so')\n"
+    registered(monkeypatch, tmp_path, "plug", PLUGIN.replace("    def run(", f"{raises}    def run("))
+    told = found("plug.rms", shapes=[(4, 64)], dtype="float32")
+    assert (told.verdict, told.detail) == (verdict, rf"raised {error}: a file named \udcff.so")
 
 
 @pytest.mark.slow

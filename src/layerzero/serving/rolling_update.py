@@ -257,6 +257,8 @@ class RollingUpdate:
         steady = [each for each in self.reached.instances if each.steady]
         states = self._settled(steady, None)
         self._of_one_version(steady, states)
+        for each in steady:
+            each.process = states[each.name].process  # one that is not ready when its turn comes does not tell it then
         if self._hooks.fallback_on is not None:
             for each in steady:
                 if not states[each.name].file:

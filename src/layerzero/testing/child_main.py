@@ -21,6 +21,8 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
+from layerzero.core.errors import printable
+
 LOST = 17
 """The exit code of a process that can do no more, as after a device error that stays."""
 
@@ -74,6 +76,20 @@ class Tell:
         os._exit(LOST)
 
 
+def encoded(message: Message) -> bytes:
+    """A message as JSON, whatever an error says of names of files."""
+    try:
+        return msgspec.json.encode(message)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_readable(msgspec.to_builtins(message)))
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _readable(each) for name, each in value.items()}
+    return [*map(_readable, value)] if isinstance(value, list) else printable(value) if isinstance(value, str) else value
+
+
 def end_with(parent: int) -> None:
     """Have the system end this process when its parent ends, whatever runs then; end now if that is past.
 
@@ -103,7 +119,7 @@ def main(worker: str, parent: int) -> None:
 
     def say(message: Message) -> None:
         try:
-            messages.write(msgspec.json.encode(message) + b"\n")
+            messages.write(encoded(message) + b"\n")
             messages.flush()
         except BrokenPipeError:  # the parent is gone
             os._exit(0)
