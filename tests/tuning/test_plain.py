@@ -1,7 +1,10 @@
 """Proofs and times of operations without tensors: through Python, and through the command line."""
 
 import json
+import os
+import shutil
 import unicodedata
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -22,6 +25,7 @@ from layerzero.tuning.measurement import plain
 from layerzero.tuning.measurement.clocks import Sample
 from layerzero.tuning.measurement.plain import plain_jobs, tune_plain
 from layerzero.tuning.prediction.fitting import FULL_SAMPLES
+from layerzero.tuning.storage.rows import work_of
 
 
 def test_the_corpus_is_the_same_everywhere_and_has_what_it_promises():
@@ -156,6 +160,19 @@ def test_times_are_taken_of_what_is_right_and_remembered(place):
     report = lz.explain("tokenize", "abcdef", place)
     assert {each.provenance for each in report.candidates if each.legal} == {"measured"}
     assert json.dumps(tuned.to_dict())
+
+
+def test_times_are_of_a_tokenizer_and_not_of_its_name(place, tmp_path):
+    other = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.json")
+    shutil.copyfile(place, other)
+    one, two = (lz.facts("tokenize.encode", "abcdef", name) for name in (place, other))
+    assert one["tokenizer_id"] != two["tokenizer_id"]
+    assert work_of(one) == work_of(two)
+    assert work_of(two).key
+    with lz.record() as recording:
+        lz.tokenize("abc", other)
+    (recorded,) = recording.manifest().calls
+    assert Path(recorded.call.params["source"]).read_text() == Path(place).read_text()
 
 
 def test_a_few_samples_of_near_ones_are_not_enough(place, monkeypatch):

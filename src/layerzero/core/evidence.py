@@ -114,7 +114,8 @@ class Measurement:
 
 
 _NO_WORK = frozenset({"capturing", "deterministic", *(each.fact for each in STATE_FACTS.values() if not each.works)})
-"""State that changes which kernels are legal, but not how much there is to do."""
+_NO_WORK |= {"tokenizer_id"}
+"""State that changes which kernels are legal, but not how much there is to do; and a name whose hash is there, too."""
 
 
 def call_work(facts: Facts) -> tuple[tuple[str, str], ...]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layerzero.core.errors import InvalidCallError
+from layerzero.core.errors import InvalidCallError, printable
 from layerzero.core.system import forking
 from layerzero.core.system.disk import make_private, write_whole
 from layerzero.ops.tokenize import identity
@@ -94,7 +94,7 @@ class Tokenizer:
 
         Raises: InvalidCallError for an object that only this process has.
         """
-        if self.source:
+        if self.source and self.source == printable(self.source):  # no document has a path that is no Unicode
             return self.source
         if self.write is None:
             problem = (
