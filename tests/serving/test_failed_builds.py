@@ -223,3 +223,11 @@ def test_a_build_that_hangs_is_not_tried_again_wherever_it_hangs(monkeypatch, ki
         begins=lambda *pair: begun.append(pair),
     )
     assert (told, begun) == ([lasting], pairs)
+
+
+def test_a_build_whose_error_is_no_unicode_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    kernel, facts = REGISTRY.kernel("torch.rms_norm"), lz.facts("rms_norm", *CALL)
+    host_notes.Failures().add(kernel, facts, "a file named \udcff.cpp", lasting=True)
+    assert host_notes.Failures().of(kernel, facts).log == r"a file named \udcff.cpp"

@@ -30,6 +30,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from layerzero.core.errors import printable
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.ledger import class_text
@@ -139,7 +140,7 @@ class Failures:
 
     def add(self, kernel: Kernel, facts: Facts, log: str, *, lasting: bool) -> FailedBuild:
         """Remember a failure: in this process, and where it lasts for later ones."""
-        found = FailedBuild(kernel.id, class_text(facts), time.time(), log, compilers())
+        found = FailedBuild(kernel.id, class_text(facts), time.time(), printable(log), compilers())
         name, folder = _name(kernel, facts), _folder()
         self._here[name] = found
         if lasting and folder is not None:
