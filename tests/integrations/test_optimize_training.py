@@ -177,8 +177,9 @@ def test_a_copy_trains_by_itself():
     assert twin(**batch()).logits is None
 
 
-def test_no_gradient_is_written_and_modes_and_random_numbers_stay():
+def test_no_gradient_is_written_and_modes_and_random_numbers_stay(monkeypatch):
     model = made().train()
+    monkeypatch.setattr(torch, "manual_seed", lambda _: pytest.fail("every device was seeded"))
     model.model.norm.eval()
     state = torch.get_rng_state()
     lz.optimize(model, training=True)

@@ -276,11 +276,10 @@ def _trains(root: Module) -> Iterator[None]:
     """Training mode, whatever mode each module is in; random numbers of the caller's stay where they are."""
     modes = [(each, each.training) for each in root.modules()]
     buffers = [(each, each.detach().clone()) for each in root.buffers()]
-    devices = {each.device for each in root.parameters() if each.device.type == "cuda"}
     try:
         for each, _ in modes:
             each.training = True
-        with torch.random.fork_rng(devices=[each.index for each in devices]), torch.enable_grad():
+        with torch.random.fork_rng(devices=_gpus(root)), torch.enable_grad():
             yield
     finally:
         for each, training in modes:
@@ -288,6 +287,10 @@ def _trains(root: Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+
+def _gpus(root: Module) -> list[int]:
+    return sorted({each.device.index for each in root.parameters() if each.device.type == "cuda"})
 
 
 def _example(root: Module, kind: str = "") -> Mapping[str, Tensor] | None:
@@ -299,13 +302,14 @@ def _example(root: Module, kind: str = "") -> Mapping[str, Tensor] | None:
     device = next(root.parameters()).device
     rows, length = TOKENS.get(kind or device.type, TOKENS["cpu"])
     shape = rows, min(length, getattr(config, "max_position_embeddings", None) or length)
-    ids = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(vocab, shape, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
     return {"input_ids": ids, "labels": ids}
 
 
 def _step(root: Module, given: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a step and its gradients, with the same random numbers each time; no ``grad`` is written."""
-    torch.manual_seed(0)
+    for each in (torch.default_generator, *map(torch.cuda.default_generators.__getitem__, _gpus(root))):
+        each.manual_seed(0)  # torch.manual_seed would seed every device
     weights = {name: each for name, each in root.named_parameters() if each.requires_grad}
     loss = getattr(root(**given), "loss", None)
     if not isinstance(loss, Tensor) or not loss.requires_grad:
