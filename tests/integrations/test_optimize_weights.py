@@ -21,6 +21,10 @@ from layerzero.integrations.optimize.modules.experts import experts
 from layerzero.integrations.optimize.modules.norms import norm
 from layerzero.integrations.optimize.modules.products import block, linear, linear_then
 from layerzero.integrations.optimize.swaps.candidate import Candidate
+from layerzero.integrations.optimize.swaps.codes import Made
+from layerzero.integrations.optimize.swaps.codes import product as coded
+from layerzero.integrations.optimize.swaps.swap import Swap
+from layerzero.integrations.optimize.swaps.weights import Budget
 
 WITH_WEIGHTS = nn.Linear, nn.LayerNorm
 
@@ -258,3 +262,41 @@ def test_norms_that_have_no_bias_are_not_asked_for_one(plus: float) -> None:
     assert isinstance(found, Candidate)
     found.swap.on()
     torch.testing.assert_close(module(rows), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_thread_gets_no_codes_of_a_weight_that_was_written_before() -> None:
+    """What they were made of is noted last: while one thread exchanges codes, another one makes its own."""
+    product = nn.Linear(64, 32, bias=False).eval()
+    state = Made(product.weight, "int8")
+    Swap(product, coded, state).on()
+    rows, exchange, got = torch.randn(3, 64), state.exchange, list[torch.Tensor]()
+
+    def exchanging(of: Any) -> None:
+        if not got:
+            got.append(torch.empty(0))
+            got.append(product(rows))
+        exchange(of)
+
+    with torch.no_grad():
+        product(rows)
+        product.weight.fill_(0.01)
+        state.exchange = exchanging  # type: ignore[method-assign]
+        last = product(rows)
+    torch.testing.assert_close(got[1], last)
+
+
+def test_memory_is_summed_up_while_another_thread_packs() -> None:
+    class Counted:
+        entered = 0
+
+        def __enter__(self) -> None:
+            self.entered += 1
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    budget = Budget(2**20)
+    budget.lock = lock = Counted()  # type: ignore[assignment]
+    made = budget.packed(torch.ones(8, 8), lambda: None)
+    assert lock.entered == 1
+    assert made in budget._weights

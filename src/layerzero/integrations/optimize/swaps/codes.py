@@ -226,8 +226,8 @@ class Made(CodedProduct, Requested):
                 return False
             if source is not None and source.is_late:
                 self._tell(weight)
-            self._source = PackedWeight(weight)
             self.exchange(made)
+            self._source = PackedWeight(weight)  # last: until then other threads quantise for themselves
         return True
 
     def _quantised(self, weight: Tensor) -> Weight:

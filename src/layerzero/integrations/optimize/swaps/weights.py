@@ -61,7 +61,7 @@ class Packs(State):
         alive = [None if each is None else each._weight() for each in self.packed]  # which none collects meanwhile
         for each, weight in zip(self.packed, alive, strict=True):
             if each is not None and weight is None:  # exchanged since: the copy's first call makes its own, as here
-                memo[id(each)] = PackedWeight(torch.empty(1, 1))
+                memo[id(each)] = PackedWeight(torch.empty(1, 1, device="cpu"))
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, Packs)
         if twin.budget is not None:
@@ -167,11 +167,10 @@ class Packs(State):
 
     def _tell(self, weight: Tensor) -> None:
         self.late += 1
-        size = " x ".join(map(str, weight.shape))
         warn(
-            f"lz.optimize: a weight ({size}) was written into past torch's count of writes (by .data, NumPy or another "
-            f"library); up to {LOOKS} calls computed with what was packed before. It is packed anew; write within "
-            "torch.no_grad() instead, or undo() the report before",
+            f"lz.optimize: a weight ({' x '.join(map(str, weight.shape))}) was written into past torch's count of "
+            f"writes (by .data, NumPy or another library); up to {LOOKS} calls computed with what was packed before. "
+            "It is packed anew; write within torch.no_grad() instead, or undo() the report before",
             LayerZeroWarning,
             stacklevel=2,
         )
@@ -202,7 +201,8 @@ class Budget:
         """A packed weight within the bound; ``full`` is called where a form had no room."""
         made = Bounded(weight, dense=dense)
         made.budget, made.full = self, full
-        self._weights.add(made)
+        with self.lock:  # another thread may sum up
+            self._weights.add(made)
         return made
 
 
