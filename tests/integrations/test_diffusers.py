@@ -6,6 +6,7 @@ import copy
 import io
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -493,3 +494,17 @@ def test_optimize_takes_the_models_of_a_pipeline() -> None:
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-3)
     report.undo()
     assert torch.equal(pipe(**call | {"generator": noise.clone_state()}).images, wanted)
+
+
+def test_a_call_that_was_exchanged_since_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of processors is served anew where other code gave it another call."""
+    model, _ = unet()
+    lz.register_with_diffusers(model).undo()
+    (kind,) = {type(each.processor) for each in model.modules() if hasattr(each, "processor")}
+    own: Any = kind.__call__
+    code = own.__code__.replace(co_consts=(*own.__code__.co_consts, 0))
+    other = types.FunctionType(code, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    monkeypatch.setattr(kind, "__call__", other)
+    lz.register_with_diffusers(model)
+    (served,) = {type(each.processor) for each in model.modules() if hasattr(each, "processor")}
+    assert served.__call__.__code__ is code

@@ -216,8 +216,7 @@ class ProcessorSwap:
         if self._backend is not None:
             self.before._attention_backend = self._backend
         else:
-            kind: Any = type(self.before)
-            _CLASS.__set__(self._twin, _served_class(kind))
+            _CLASS.__set__(self._twin, _served_class(type(self.before)))
             self.module.processor = self._twin
 
     def off(self) -> None:
@@ -278,12 +277,17 @@ def _dispatches(function: Any) -> bool:
     return not any(isinstance(each, tuple) and "backend" in each for each in code.co_consts)  # names of arguments
 
 
-@functools.cache
-def _served_class(kind: type) -> type:
+def _served_class(kind: Any) -> type:
     """A subclass whose call is the same code with ``F`` bound to :func:`_functional`, and the dispatcher to ours."""
+    return _served_class_of(kind, kind.__call__)
+
+
+@functools.cache
+def _served_class_of(kind: type, call: Any) -> type:
+    """One for each call that a class has had: other code may exchange it."""
     bound: dict[str, Any] = {"F": _functional()}
-    if _dispatches(kind.__call__):
-        dispatch: Any = kind.__call__.__globals__[_DISPATCHER]
+    if _dispatches(call):
+        dispatch: Any = call.__globals__[_DISPATCHER]
         bound[_DISPATCHER] = functools.partial(dispatch, backend=backend_of_diffusers())
     return served_class(kind, bound)
 

@@ -44,6 +44,7 @@ _UNVERSIONED = (
 """Looking whether both halves of a table are the same waits for a GPU: once for a table, not in each layer."""
 
 
+@functools.cache  # a class is made for each, and kept
 def _of_pair(original: Rotation) -> Rotation:
     """``f(x, (cos, sin), use_real, use_real_unbind_dim, sequence_dim)``, each angle twice in (S, D) tables."""
 
@@ -62,6 +63,7 @@ def _of_pair(original: Rotation) -> Rotation:
     return rotate
 
 
+@functools.cache
 def _of_columns(original: Rotation) -> Rotation:
     """``f(x, cos, sin)`` of (B, S, H, D), which reads even columns of (1, S, 1, D) cosines and odd ones of sines."""
 
@@ -166,8 +168,11 @@ def proved(original: Rotation, heads: int, size: int, dtype: torch.dtype, device
     Angles are random, not those of positions, so that another order of entries cannot pass.
     """
     generator = torch.Generator().manual_seed(heads + size)
-    x = torch.randn(2, 5, heads, size, generator=generator).to(device, dtype)
-    angles = torch.randn(5, size // 2, generator=generator).to(device)
+    shapes = (2, 5, heads, size), (5, size // 2)
+    x, angles = (
+        torch.randn(each, generator=generator, dtype=torch.float32, device="cpu").to(device) for each in shapes
+    )
+    x = x.to(dtype)
     columns = [each.repeat_interleave(2, -1).view(1, 5, 1, size) for each in (angles.cos(), angles.sin())]
     reasons = []
     with torch.no_grad():
@@ -219,12 +224,17 @@ def function_of(kind: type) -> tuple[str, Rotation] | None:
         return None
     for inner in code.co_consts:
         if _is_rotation(inner):
-            return "", types.FunctionType(inner, call.__globals__)
+            return "", _within(call, inner)
     for name in code.co_names:
         found = call.__globals__.get(name)
         if "rotary" in name and isinstance(found, types.FunctionType):
             return name, found
     return None
+
+
+@functools.cache
+def _within(call: Any, code: types.CodeType) -> Rotation:
+    return types.FunctionType(code, call.__globals__)
 
 
 def _is_rotation(constant: Any) -> bool:
@@ -236,11 +246,11 @@ def _is_rotation(constant: Any) -> bool:
 
 
 @functools.cache
-def _rotated_class(kind: type, name: str, rotation: Rotation) -> type:
+def _rotated_class(kind: type, call: Any, name: str, rotation: Rotation) -> type:
     """A subclass whose call is the same code, with ours in the place of the function of that name."""
     if name:
         return served_class(kind, {name: rotation})
-    code = vars(kind)["__call__"].__code__
+    code = call.__code__
     return served_class(
         kind, {"_layerzero_rotation": rotation}, code.replace(co_consts=tuple(map(_calling_ours, code.co_consts)))
     )
@@ -269,7 +279,7 @@ class RotationSwap:
         self.module = module
         self.before: Any = module.processor
         kind: Any = type(self.before)
-        twin: Any = object.__new__(_rotated_class(kind, name, rotation))
+        twin: Any = object.__new__(_rotated_class(kind, kind.__call__, name, rotation))
         self._twin: Any = twin
         self._twin.__dict__ = self.before.__dict__  # a backend is set on both
 
