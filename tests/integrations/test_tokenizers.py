@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ import torch
 import layerzero as lz
 import vocabularies
 from layerzero.core.ledger import Verdict
+from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
+from layerzero.engine.plain import PLAIN_CALLS
 from layerzero.integrations.tokenizers import optimize_tokenizer
 
 TEXTS = ["import json", "a much longer text, isn't it? <|end|> x", "Größe 👍", ""]
@@ -176,6 +179,26 @@ def test_disabled_means_its_own_code(pair, monkeypatch):
         monkeypatch.setattr(type(wrapped), "lz_tokenizer", property(lambda self: pytest.fail("LayerZero's code")))
         same(stock(TEXTS), wrapped(TEXTS))
         assert wrapped.decode([1, 2]) == stock.decode([1, 2])
+
+
+def test_what_a_scope_says_is_forgotten_behind_it(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    native = tokenizers.Tokenizer.from_str(vocabularies.byte_level())
+    wrapped = optimize_tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=native), tune=False)
+    outside = current_policy()
+    quick = SimpleNamespace(is_stock=lambda _: False)
+    dispatcher, call = PLAIN_CALLS["tokenize"]
+    asked = SimpleNamespace(
+        function=dispatcher.function,
+        explain=lambda _, policy: (None, [SimpleNamespace(legal=policy is outside, kernel=quick)]),
+    )
+    monkeypatch.setitem(PLAIN_CALLS, "tokenize", (asked, call))
+    known = wrapped.lz_tokenizer
+    with lz.avoid("gigatoken"):
+        assert not wrapped._lz_gains(known)
+    assert wrapped._lz_gains(known)
+    lz.forget_tokenizer()
 
 
 def test_it_is_used_where_another_library_may_be_quicker(tmp_path):

@@ -117,8 +117,10 @@ class _Wrapped:
             facts = plain_facts(Routed(dispatcher.function.operations[0], arguments))
             ENGINE.registry.ready()
             _, ranked = dispatcher.explain(facts, current_policy())
-            self._lz_gain = any(each.legal and not each.kernel.is_stock(facts) for each in ranked)
-            self._lz_asked = ENGINE.epoch, known
+            gains = any(each.legal and not each.kernel.is_stock(facts) for each in ranked)
+            if SCOPES.active:  # what holds in a scope does not hold behind it
+                return gains
+            self._lz_gain, self._lz_asked = gains, (ENGINE.epoch, known)
         return self._lz_gain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -191,8 +193,6 @@ def _asked(tokenizer: Any, known: Tokenizer, text: Any, given: Mapping[str, Any]
     most = given.get("max_length")
     if (cutting != "do_not_truncate" or padding == "max_length") and not most:
         return None
-    known.pad_id, known.pads_left = tokenizer.pad_token_id, tokenizer.padding_side == "left"
-    known.cuts_left = tokenizer.truncation_side == "left"
     splits = given.get("split_special_tokens")
     asked: dict[str, Any] = {
         "add_special_tokens": bool(given.get("add_special_tokens", True)),
