@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from contextvars import Context
 from types import SimpleNamespace
@@ -235,6 +235,31 @@ def test_a_model_that_changed_is_followed(change: str) -> None:
 def _run(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return model(**PADDED)[0]
+
+
+@pytest.fixture
+def _elsewhere() -> Iterator[None]:
+    """New tensors lie on another device where a call does not say, as with ``torch.set_default_device("cuda")``."""
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("_elsewhere")
+def test_the_default_device_may_be_another() -> None:
+    model = made("bert")
+    with torch.no_grad():
+        expected = model(**PADDED)[0]
+    report = lz.optimize(model)
+    for form in MODELS["bert"][1]:
+        state_of(model).forms = frozenset({form})
+        torch.set_default_device("meta")
+        with counted(1):
+            got = model(**PADDED)[0]
+        torch.set_default_device(None)
+        check_same(got, expected, PADDED["attention_mask"], torch.float32)
+    report.undo()
+    torch.set_default_device("meta")
+    assert "padding" in {each.kind for each in lz.optimize(model).replaced}
 
 
 def test_heads_that_read_padding_are_left_to_it() -> None:

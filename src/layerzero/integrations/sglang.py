@@ -123,7 +123,8 @@ class LayerZeroAttnBackend(AttentionBackend):  # type: ignore[misc]  # SGLang ma
         else:
             if forward_batch.extend_seq_lens_cpu is None:
                 _refuse(["forward_batch.extend_seq_lens_cpu: wanted the counts of new tokens, got None"])
-            starts = torch.tensor([0, *forward_batch.extend_seq_lens_cpu]).cumsum(0, dtype=torch.int32)
+            counts = torch.tensor([0, *forward_batch.extend_seq_lens_cpu], device="cpu")
+            starts = counts.cumsum(0, dtype=torch.int32)
         if drafts > 1 and forward_batch.spec_info.tree_topk != 1:
             self.tree = _tree(forward_batch.spec_info.custom_mask, lens, drafts)
         self.step = PagedStep.of(tables, lens + drafts, starts.to(lens.device), starts, longest)
@@ -305,7 +306,7 @@ def _drafts(forward_batch: Any) -> int:
 
 def _evenly(batch: int, each: int) -> Tensor:
     """Where queries begin of which each request has as many."""
-    return torch.arange(0, batch * each + 1, each, dtype=torch.int32)
+    return torch.arange(0, batch * each + 1, each, dtype=torch.int32, device="cpu")
 
 
 def _tree(mask: Tensor | None, lens: Tensor, drafts: int) -> Tensor:

@@ -369,8 +369,10 @@ def check_only_causal(visible: Callable[..., Any], config: Any) -> None:
     window = getattr(config, "sliding_window", None) or 0
     known = type(window) is int and window > 0
     for query in (window * 3, window * 1000 + 1) if known else ():
-        keys = torch.tensor([0, query - window - 1, query - window, query - window + 1, query - 1, query])
-        seen = [bool(visible(torch.tensor(0), torch.tensor(0), torch.tensor(query), each)) for each in keys]
+        zero, at, *keys = torch.tensor(
+            [0, query, 0, query - window - 1, query - window, query - window + 1, query - 1, query], device="cpu"
+        )
+        seen = [bool(visible(zero, zero, at, each)) for each in keys]
         known = known and seen == [query - window < int(each) for each in keys]
     if not known:
         problem = (

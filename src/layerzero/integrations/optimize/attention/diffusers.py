@@ -86,10 +86,10 @@ class AttentionOf(Together):
         generator = torch.Generator().manual_seed(0)
         for heads, size, dtype, device in sorted(sizes, key=str):
             made = (
-                torch.randn(2, length, heads, size, generator=generator, dtype=torch.float32).to(device, dtype)
+                torch.randn((2, length, heads, size), generator=generator, dtype=torch.float32, device="cpu")
                 for length in (5, 7, 7)
             )
-            query, key, value = (each.transpose(1, 2) for each in made)
+            query, key, value = (each.to(device, dtype).transpose(1, 2) for each in made)
             yield query, key, value
 
 

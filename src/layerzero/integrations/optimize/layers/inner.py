@@ -139,8 +139,8 @@ def forget_table(named: Mapping[str, Any]) -> None:
 def extreme(rows: Tensor) -> Tensor:
     """Rows (B, S, D), a sequence far larger than the one before, as far as their squares go; one number is NaN."""
     factors = [1.0, LARGE, LARGE**2] + ([HUGE, HUGE**2 / 10] if torch.finfo(rows.dtype).max > HUGE**4 else [])
-    scale = torch.tensor([factors[each % len(factors)] for each in range(rows.shape[0])], dtype=torch.float32)
-    made = rows * scale.to(rows.device, rows.dtype)[:, None, None]
+    scale = [factors[each % len(factors)] for each in range(rows.shape[0])]
+    made = rows * torch.tensor(scale, device=rows.device, dtype=torch.float32).to(rows.dtype)[:, None, None]
     made[0, -1, 0] = torch.nan
     return made
 

@@ -279,7 +279,7 @@ def _is_ggmls(module: Module) -> bool:
     state = _coded(module)
     if state is None or not isinstance(state.weight, lz.QuantizedWeight):
         return False
-    rows = torch.empty(1, 1, state.weight.shape[1], dtype=torch.float32)
+    rows = torch.empty(1, 1, state.weight.shape[1], dtype=torch.float32, device="cpu")
     asked = lz.explain("quantized_linear", rows, *state.pair, bias_of(module), packed=state.packed[0], **state.named)
     return asked.kernel_id == KERNEL
 

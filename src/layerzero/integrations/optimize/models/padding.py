@@ -221,14 +221,15 @@ class Rows:
             return None
         if keep.all():
             return None
-        lengths: list[int] = (keep * torch.arange(1, longest + 1)).amax(1).tolist()
+        lengths: list[int] = (keep * torch.arange(1, longest + 1, device="cpu")).amax(1).tolist()
         if min(lengths) == 0:
             return None
         return cls(keep, lengths, int(keep.sum()) == sum(lengths))
 
     def behind(self) -> Tensor:
         """(B, S), True behind a row's last real token."""
-        return torch.arange(self.keep.shape[1]) >= torch.tensor(self.lengths).unsqueeze(1)
+        places = torch.arange(self.keep.shape[1], device="cpu")
+        return places >= torch.tensor(self.lengths, device="cpu").unsqueeze(1)
 
 
 def cheapest(lengths: Sequence[int], call_s: float, token_s: float) -> tuple[list[list[int]], float]:
@@ -281,7 +282,7 @@ class Plan:
             each = self.call.get(name)
             if each is not None:
                 call[name] = each.flatten(0, 1).index_select(0, places).unsqueeze(0)
-        starts = torch.tensor([0, *itertools.accumulate(self.rows.lengths)], dtype=torch.int32)
+        starts = torch.tensor([0, *itertools.accumulate(self.rows.lengths)], dtype=torch.int32, device="cpu")
         length = max(self.rows.lengths)
         call |= dict(zip(ROW_ARGUMENTS, (starts, starts, length, length), strict=True))
 
@@ -298,7 +299,7 @@ class Plan:
         cuts, found = [], []
         for group in self.groups:
             lengths = [self.rows.lengths[row] for row in group]
-            cuts.append((torch.tensor(group), max(lengths)))
+            cuts.append((torch.tensor(group, device="cpu"), max(lengths)))
             call = cut(self.call, *cuts[-1])
             if self.rows.is_prefix and min(lengths) == max(lengths):
                 call[MASK] = None  # it hides nothing, and attention is faster without

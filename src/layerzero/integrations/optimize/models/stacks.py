@@ -146,7 +146,8 @@ def _example(model: Any) -> dict[str, Any]:
     words = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(words // 2, words, (len(LENGTHS), max(LENGTHS)), generator=generator, device="cpu")
-    mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)).long()
+    mask = torch.arange(max(LENGTHS), device="cpu") < torch.tensor(LENGTHS, device="cpu").unsqueeze(1)
+    mask = mask.long()
     padding = getattr(getattr(model.config, "text_config", model.config), "pad_token_id", None)  # Idefics 3 warns else
     ids = ids if padding is None else ids.masked_fill(mask == 0, padding)
     example = {"input_ids": ids, MASK: mask}
@@ -198,7 +199,7 @@ def _proved(stack: Module, call: dict[str, Any] | None) -> tuple[Unpadded, float
             errors[form] = error
     state.forms = frozenset(errors)
     if ONE_ROW in errors and "position_ids" in call:
-        backwards = torch.arange(tokens.shape[1]).flip(0).unsqueeze(0)
+        backwards = torch.arange(tokens.shape[1], device="cpu").flip(0).unsqueeze(0)
         with torch.no_grad():
             other = tensors_in(stock_forward(stack)(**{**call, "position_ids": backwards}))
         state.ignores_positions = all(map(torch.equal, other, expected))
@@ -258,12 +259,13 @@ def _costs(stack: Module, state: Unpadded, call: dict[str, Any]) -> Costs:
 
 
 def _measured(stack: Module, state: Unpadded, call: dict[str, Any]) -> Costs:
-    every, longest = torch.arange(len(LENGTHS)), max(LENGTHS)
+    every, longest = torch.arange(len(LENGTHS), device="cpu"), max(LENGTHS)
     whole = {**cut(call, every, longest), MASK: None}
     row = {**cut(call, every[:1], longest), MASK: None}
     tokens = tokens_of(call)
     assert tokens is not None
-    full = Rows(torch.ones(tokens.shape[:2], dtype=torch.bool), [longest] * len(LENGTHS), is_prefix=True)
+    real = torch.ones(tokens.shape[:2], dtype=torch.bool, device="cpu")
+    full = Rows(real, [longest] * len(LENGTHS), is_prefix=True)
     stock = stock_forward(stack)
     runs: dict[str, Callable[[], Any]] = {
         "row": lambda: stock(**row),

@@ -186,7 +186,8 @@ def _telling_rows(module: Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Two sizes of rows, one number of each far larger, so large that the bias does not hide what is rounded."""
     features = weight.shape[1]
     rows = random_rows(module, features, dtype=torch.float64, device=weight.device).reshape(6, features)
-    rows[torch.arange(6 - PLAIN), torch.arange(6 - PLAIN) % features] = LARGE
+    for number in range(6 - PLAIN):
+        rows[number, number % features] = LARGE
     bias = bias_of(module)
     if bias is not None:
         rows *= max(1.0, (8 * bias.abs().max() / linear(rows, weight).square().mean().sqrt()).item())

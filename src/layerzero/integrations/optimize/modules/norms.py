@@ -184,7 +184,7 @@ def _form_of(module: Module, *, has_bias: bool) -> tuple[str | None, float | Non
             parameter.copy_(torch.randn(size, generator=generator, device="cpu", dtype=torch.float32) + 0.5)
     shape = 3, 1, size  # a group norm's channels: the second axis
     rows = torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) + 0.5
-    rows *= torch.tensor([1.0, 0.03, 0.001], dtype=torch.float32)[:, None, None]
+    rows *= torch.tensor([1.0, 0.03, 0.001], dtype=torch.float32, device="cpu")[:, None, None]
     try:
         with quiet(twin):
             expected = twin(rows.clone())

@@ -20,9 +20,7 @@ from layerzero.integrations.optimize.swaps.swap import ABSENT, MARK, as_forward,
 from layerzero.integrations.optimize.swaps.weights import Joined, Packs, View, is_plain, turns, wants_packed, why_apart
 from layerzero.ops.activation.formulas import FORMULAS, FUNCTIONS, GATED
 
-_GRID = torch.cat(
-    (torch.linspace(-12, 12, 193, dtype=torch.float32), torch.tensor([-0.3, 1e-3, -1e-3], dtype=torch.float32))
-)
+_GRID = torch.tensor([*(each / 8 for each in range(-96, 97)), -0.3, 1e-3, -1e-3], dtype=torch.float32, device="cpu")
 
 _SAME = 2e-6
 """The two forms of gelu are 5e-4 apart at most, so this tells them apart."""

@@ -283,7 +283,7 @@ def keep_sizes(search: Search, report: Optimized) -> None:
             if not search.time.allows(step, step):
                 continue
             with search.time.taking(step):
-                classes = {size_of(torch.empty(rows, 1), state.many) for rows in called}
+                classes = {size_of(torch.empty(rows, 1, device="meta"), state.many) for rows in called}
                 others = [rows for number, rows in enumerate(SIZES) if number not in classes]
                 others += [LONG] if max(called, default=0) < LONG // 2 else []
                 known[about] = {rows: _ratio(each, rows) for rows in others}

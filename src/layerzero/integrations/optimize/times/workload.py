@@ -351,7 +351,7 @@ def _of_pictures_or_sound(model: Any, name: str) -> dict[str, Any]:
         shape = (2, getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
     else:
         return {}
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float32)}
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")}
 
 
 def _example(model: Any) -> dict[str, Any]:
