@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from contextvars import Context
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from drawing import examples, mostly
 
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
-from layerzero.integrations.optimize.models.padding import noted  # noqa: E402
+from layerzero.integrations.optimize.models.padding import ONE_ROW, Plan, noted  # noqa: E402
 from layerzero.integrations.optimize.models.stacks import _example  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("whatever_it_takes")
@@ -79,6 +80,23 @@ def test_a_call_that_undo_overtakes_runs_the_stacks_own_code() -> None:
     state_of(model).stamp = None  # as undo leaves it, for a call that holds the state already
     with torch.no_grad(), counted(0):
         model(**PADDED)
+
+
+def test_undo_within_a_packed_row_lets_no_sequence_see_another() -> None:
+    model = made("bert", torch.float32)
+    with torch.no_grad():
+        expected = model(**PADDED)[0]
+    report = lz.optimize(model)
+    state_of(model).forms = frozenset({ONE_ROW})
+    run = Plan.run
+
+    def undone(plan: Plan, stock: Callable[..., Any]) -> Any:
+        report.undo()
+        return run(plan, stock)
+
+    with torch.no_grad(), mock.patch.object(Plan, "run", undone):
+        got = model(**PADDED)[0]
+    check_same(got, expected, PADDED["attention_mask"], torch.float32)
 
 
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

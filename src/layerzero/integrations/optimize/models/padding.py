@@ -145,7 +145,9 @@ def forward(self: Module, *given: Any, **named: Any) -> Any:
     if not torch.compiler.is_compiling() and state is not None:
         plan = state.planned(self, given, named)
         if plan is not None:
-            return plan.run(stock_forward(self))
+            found = plan.run(stock_forward(self))
+            if plan.groups or state.is_packing:  # else undo took attention away meanwhile: another knows no packed row
+                return found
     return type(self).forward(self, *given, **named)
 
 
