@@ -44,8 +44,11 @@ class Gate:
     limit: float = LIMIT
 
 
-_gates: weakref.WeakKeyDictionary[Module, Gate | str] = weakref.WeakKeyDictionary()
-"""Of each module that was called, its gate, or why it has none that is known."""
+_gates: weakref.WeakKeyDictionary[Module, tuple[tuple[Any, ...], Gate | str]] = weakref.WeakKeyDictionary()
+"""Of each module that was called, what its gate was made of, and the gate, or why it has none that is known."""
+
+_PLAIN = frozenset({int, float, bool, str})
+"""Types of attributes that a gate may read."""
 
 _told: set[tuple[type, str]] = set()
 
@@ -130,11 +133,13 @@ def _why_not(module: Any, rows: Tensor) -> str:
 
 
 def _gate_of(module: Any) -> Gate | str:
-    """A module's gate by its values, computed once, or why it is none of ``lz.moe_experts``."""
+    """A module's gate by its values, computed anew where it changed, or why it is none of ``lz.moe_experts``."""
+    plain = [each for name, each in vars(module).items() if type(each) in _PLAIN and name != "training"]
+    about = type(module)._apply_gate, *module._modules.values(), *plain
     found = _gates.get(module)
-    if found is None:
-        found = _gates[module] = _learned(module)
-    return found
+    if found is None or found[0] != about:
+        found = _gates[module] = about, _learned(module)
+    return found[1]
 
 
 def _learned(module: Any) -> Gate | str:
