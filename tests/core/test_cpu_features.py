@@ -29,6 +29,8 @@ def detected(monkeypatch):
     def detect(text):
         with monkeypatch.context() as during:
             during.setenv(VARIABLE, text)
+            during.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+            during.delenv("DNNL_MAX_CPU_ISA", raising=False)
             return device._detect_cpu()
 
     return detect
@@ -122,3 +124,13 @@ def test_doctor_tells_what_still_uses_the_whole_cpu(monkeypatch):
 
 def test_every_feature_stands_on_known_ones():
     assert set(cpu_features._BELOW) | set(cpu_features._BELOW.values()) <= set(cpu_features.FLAGS.values())
+
+
+@pytest.mark.parametrize(("held", "kept"), [
+    ("AVX2", {"avx2"}), ("avx512_core", {"avx2", "avx512"}), ("SSE41", set()), ("", None), ("AVX10_3_512", None),
+])  # fmt: skip
+def test_what_onednn_is_held_to_is_all_that_there_is(held, kept):
+    """Its bfloat16 raised where it was held to AVX2, and its int8 products were wrong."""
+    have = frozenset({"avx2", "avx512", "avx512_vnni", "avx512_bf16"})
+    assert cpu_features.left_by_onednn(have, {"ONEDNN_MAX_CPU_ISA": held}) == (have if kept is None else kept)
+    assert cpu_features.left_by_onednn(have, {"DNNL_MAX_CPU_ISA": held}) == (have if kept is None else kept)

@@ -297,3 +297,15 @@ def test_a_cache_of_codes_takes_what_one_of_floats_takes(name, kernel, dtype, of
         assert not torch.allclose(lz.paged_attention(**call | wide), wanted)
     torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, sums, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [(0, -1), (1, -1), (-1, 3), (2, 20)])
+def test_open_windows_of_more_queries_than_keys_with_a_softcap(window):
+    """A window that is open to the right ended as many keys behind a query as there are: first queries saw none."""
+    call = named(paged((1, 9, 20), (5, 7, 2)))
+    call = {name: each.float() if each.is_floating_point() else each for name, each in call.items()}
+    found = []
+    for kernel in ("torch.paged_softcap", "reference.attention.gqa.prefill.paged"):
+        with lz.scope(locks={"attention.gqa.prefill.paged": kernel}):
+            found.append(lz.paged_attention(**call, causal=False, window=window, softcap=5.0))
+    torch.testing.assert_close(*found)

@@ -1,11 +1,12 @@
 """Instruction sets of a CPU by the names that limits use, and a poorer CPU presented to this process on request.
 
 ``LAYERZERO_CPU_FEATURES`` takes features away from what was detected. It shows on a server what a laptop would get.
+So does ``ONEDNN_MAX_CPU_ISA``: held to AVX2, oneDNN refused bfloat16 and gave wrong int8 products (torch 2.13, Zen 4).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from layerzero.core.errors import PolicyError, did_you_mean
 
@@ -112,3 +113,11 @@ _HELD_TO = (
     ("avx_vnni", "avx2", "AVX2_VNNI"),
     ("avx2", "avx2", "AVX2"),
 )
+
+
+def left_by_onednn(have: Iterable[str], environment: Mapping[str, str]) -> frozenset[str]:
+    """What a CPU's features are where oneDNN is held to some of them; a name that is not known takes none away."""
+    held = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""
+    kept = {name: feature for feature, _, name in _HELD_TO} | {"AVX": _NONE, "SSE41": _NONE}
+    feature = kept.get(held.strip().upper())
+    return frozenset(have) if feature is None else frozenset(have) & wanted(feature)

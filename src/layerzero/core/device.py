@@ -278,7 +278,7 @@ def rocm_dtypes(architecture: str) -> frozenset[str]:
 
 
 def _detect_cpu() -> Device:
-    """This machine's CPU, without the features that ``LAYERZERO_CPU_FEATURES`` takes away.
+    """This machine's CPU, without the features that ``LAYERZERO_CPU_FEATURES`` and oneDNN's variable take away.
 
     The name says so: times, verdicts and builds are kept by it, and those of the whole CPU stay apart. Of shipped
     times, those of the nearest CPU with the same unit for products count.
@@ -288,6 +288,7 @@ def _detect_cpu() -> Device:
         kept = cpu_features.limited(whole.instruction_sets, os.environ.get(cpu_features.VARIABLE, ""))
     except PolicyError as error:
         raise PolicyError(f"environment: {cpu_features.VARIABLE}: {error}") from None
+    kept = cpu_features.left_by_onednn(kept, os.environ)
     if kept == whole.instruction_sets:
         return whole
     name = f"{whole.name} with {', '.join(sorted(kept)) or 'no vector unit'} only"

@@ -254,7 +254,7 @@ def load_softcapped(facts: Facts) -> Callable[..., Any]:
             pages, seen = block_tables[row, : -(-length // page_size)], None
             if window is not None:
                 ahead = torch.arange(length) - torch.arange(length - last + first, length).unsqueeze(1)
-                least, most = -left if left >= 0 else -length, 0 if causal else right if right >= 0 else length
+                least, most = -left if left >= 0 else -math.inf, 0 if causal else right if right >= 0 else math.inf
                 hidden = (ahead < least) | (ahead > most)
                 seen = torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, -math.inf)
             each = [tokens[first:last], *(tokens_of(cache, pages, length) for cache in (key_cache, value_cache))]
