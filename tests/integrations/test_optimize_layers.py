@@ -180,6 +180,40 @@ def test_joined_weights_are_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(output(model), output(other.float()))
 
 
+def _pruned(model: Any) -> None:
+    for each in (one.mlp for one in model.model.layers):
+        each.gate_proj.weight.data, each.up_proj.weight.data = each.gate_proj.weight[:20], each.up_proj.weight[:20]
+        each.down_proj.weight.data = each.down_proj.weight[:, :20]
+
+
+def _biased(model: Any) -> None:
+    for each in model.model.layers:
+        each.self_attn.q_proj.bias = torch.nn.Parameter(torch.ones(32))
+        each.mlp.up_proj.bias = torch.nn.Parameter(torch.ones(48))
+
+
+def _turned(model: Any) -> None:
+    for each in (one.self_attn.q_proj.weight for one in model.model.layers):
+        each.data = each.data.t()
+
+
+def _negated(model: Any) -> None:
+    for each in (one.self_attn.v_proj.weight for one in model.model.layers):
+        each.data = torch._neg_view(each.data)
+
+
+@pytest.mark.parametrize("change", [_pruned, _biased, _turned, _negated])
+def test_weights_that_lie_otherwise_where_they_lay_are_followed(change: Any, weights: str) -> None:
+    model = made()
+    stock = copy.deepcopy(model)
+    report = lz.optimize(model)
+    assert "layer" in {each.kind for each in report.replaced}, str(report)
+    with torch.no_grad():
+        for each in (model, stock):
+            change(each)
+    torch.testing.assert_close(output(model), output(stock), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("way", ["new", "in place", "kept"])
 def test_who_changes_what_lies_between_layers_is_heard(way: str) -> None:
     model, stock = made(layers=3), made(layers=3)

@@ -14,7 +14,7 @@ import layerzero as lz
 from layerzero.integrations.optimize.modules.products import Block, block, linear
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
 from layerzero.integrations.optimize.swaps.swap import MARK
-from layerzero.integrations.optimize.swaps.weights import turns
+from layerzero.integrations.optimize.swaps.weights import View, turns
 
 PACKED = "packed" in str(lz.which("linear", torch.ones(1, 8), w := torch.ones(8, 8), packed=lz.PackedWeight(w)))
 
@@ -153,3 +153,11 @@ def test_gradients_and_training_are_the_modules_own() -> None:
     put_on(linear(module))
     module(torch.randn(5, 16)).sum().backward()
     assert module.weight.grad is not None
+
+
+def test_a_view_follows_a_weight_that_lies_otherwise_where_it_lay() -> None:
+    weight = nn.Parameter(torch.arange(16.0).view(4, 4))
+    view = View(weight)
+    assert view.of(weight) is view.of(weight)
+    weight.data = weight.data.t()
+    assert torch.equal(view.of(weight), weight.t())

@@ -123,9 +123,10 @@ class Heads(CodedParts):
         if joined is None:
             return None
         if joined.holds(*[each._parameters["weight"] for each in first]):
-            if biases is None:
+            now = [each._parameters["bias"] for each in first]
+            if biases is None and all(each is None for each in now):
                 return joined.weight, None
-            if biases.holds(*[each._parameters["bias"] for each in first]):
+            if biases is not None and biases.holds(*now):
                 return joined.weight, biases.weight
         self.joined = self.biases = None  # moved or cast since; what is left of it is not used
         return None

@@ -245,7 +245,7 @@ def _call(state: Block, input: Tensor, weights: list[Tensor], biases: list[Tenso
         return _in_one(input, weights[0], weights[1], biases[1], activation)
     gated = len(weights) == 3
     if gated and state.joined is not None:
-        if state.joined.holds(weights[2], weights[0]):
+        if state.joined.holds(weights[2], weights[0]) and biases[0] is biases[2] is None:
             return _in_one(input, state.joined.weight, weights[1], biases[1], activation)
         state.joined = None  # moved or cast since; what is left of it is not used
     return lz.mlp(

@@ -50,10 +50,9 @@ class Packs(State):
         self.packed: list[PackedWeight | None] = [
             PackedWeight(each, dense=self.dense) if pack else None for each in weights
         ]
-        self._small: frozenset[int] = frozenset()
         self.budget: Budget | None = None
         self.late = 0
-        self._barred: frozenset[tuple[int, bool]] = frozenset()
+        self._small, self._barred = frozenset[int](), frozenset[tuple[int, bool]]()
         self._for_one = False
         self.plain: tuple[bool, ...] = ()
 
@@ -137,9 +136,7 @@ class Packs(State):
     def join(self, holders: Mapping[int, int], joined: list[Joined]) -> str:  # noqa: ARG002
         """Lay weights that one product computes with one after the other; say why not, empty where nothing is to do.
 
-        Args:
-            holders: how many parameters each memory holds.
-            joined: gets what was joined.
+        ``holders`` has how many parameters each memory holds; ``joined`` gets what was joined.
         """
         return ""
 
@@ -258,7 +255,7 @@ class Joined:
         with torch.no_grad():
             self.weight = torch.cat([each.detach() for each in parts])
         self._lay(torch.split(self.weight, [each.shape[0] for each in parts]))
-        self._starts = tuple(each.data_ptr() for each in parts)
+        self._lie = tuple(map(_lies, parts))
 
     def _lay(self, tensors: Sequence[Tensor]) -> None:
         for each, tensor in zip(self.parts, tensors, strict=True):
@@ -268,9 +265,9 @@ class Joined:
         """A copy's weights lie by themselves: torch copies each parameter alone."""
 
     def holds(self, *parts: Tensor | None) -> bool:
-        """Whether these are its weights and still lie in it: moving a module, or another dtype, takes them apart."""
-        for each, part, start in zip(self.parts, parts, self._starts, strict=True):
-            if part is not each or part.data_ptr() != start:
+        """Whether these are its weights and still lie in it as they did: ``.to()`` and ``.data =`` take them apart."""
+        for each, part, lies in zip(self.parts, parts, self._lie, strict=True):
+            if part is not each or _lies(part) != lies:
                 return False
         return True
 
@@ -278,6 +275,10 @@ class Joined:
         """Give each weight memory of its own again, with the values that it has now."""
         if self.holds(*self.parts):
             self._lay([each.detach().clone() for each in self.parts])
+
+
+def _lies(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_neg()
 
 
 def why_apart(parts: Sequence[Parameter], others: Mapping[int, int]) -> str:
@@ -307,16 +308,15 @@ class View:
     Packed forms belong to a tensor, so each call has to give the same one.
     """
 
-    __slots__ = ("_of", "_seen")
+    __slots__ = ("_lies", "_of", "_seen")
 
     def __init__(self, weight: Tensor) -> None:
-        self._of, self._seen = weight, weight.detach().t()
+        self._of, self._seen, self._lies = weight, weight.detach().t(), _lies(weight)
 
     def of(self, weight: Tensor) -> Tensor:
         """The weight as it lies now."""
-        seen = self._seen
-        if self._of is not weight or seen.data_ptr() != weight.data_ptr() or seen.dtype is not weight.dtype:
-            self._of, self._seen = weight, weight.detach().t()
+        if self._of is not weight or _lies(weight) != self._lies:
+            self._of, self._seen, self._lies = weight, weight.detach().t(), _lies(weight)
         return self._seen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> View:
