@@ -38,7 +38,9 @@ _ORDER = (
     "blocks and replace each other elsewhere. `layerzero config check FILE` checks a file."
 )
 _FEATURES = ", ".join(f"`{feature}`" for feature in cpu_features.FLAGS.values())
-_POORER = f"""`{cpu_features.VARIABLE}` presents a poorer CPU to the process: a server shows what a laptop gets.
+_POORER = f"""`{cpu_features.VARIABLE}` presents a poorer CPU to the process: a server shows what a laptop gets. \
+`ONEDNN_MAX_CPU_ISA`
+alone does so, too.
 
 ```sh
 LAYERZERO_CPU_FEATURES=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 layerzero doctor
