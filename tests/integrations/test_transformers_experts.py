@@ -167,6 +167,10 @@ def _gateless(experts: Any) -> None:
     experts.up_proj = torch.nn.Parameter(experts.gate_up_proj[:, :32].detach().clone())
 
 
+def _adapted(experts: Any) -> None:
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
+
+
 REFUSED = {
     _parallel: "divided among ranks",
     _cut: "its gate is none of silu",
@@ -175,6 +179,7 @@ REFUSED = {
     _failing_gate: r"its gate cannot be evaluated \(TypeError: only of my rows\)",
     _normed: "a norm follows each",
     _gateless: "have no gate",
+    _adapted: r"computed anew for each call \(parametrizations\)",
 }
 
 

@@ -123,6 +123,8 @@ def _why_not(module: Any, rows: Tensor) -> str:
         return "its experts have no gate"
     if getattr(module, "has_post_expert_norm", False):
         return "a norm follows each of its experts"
+    if "parametrizations" in module._modules:  # as of an adapter of peft
+        return "its parameters are computed anew for each call (parametrizations)"
     for name in ("gate_up_proj", "down_proj"):
         weight = module._parameters.get(name)
         if weight is None or type(weight.data) is not Tensor:
