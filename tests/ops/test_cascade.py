@@ -34,6 +34,22 @@ def test_two_parts_give_attention_over_all_keys(merge):
     torch.testing.assert_close(lse, both[1], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("part", "ab")
+@pytest.mark.parametrize("number", [1.0, math.nan])
+def test_debug_mode_refuses_a_part_without_keys_that_is_not_0(part, number):
+    (one, of_one), (two, of_two), _ = parts()
+    states = {"output_a": one, "lse_a": of_one.float(), "output_b": two, "lse_b": of_two.float()}
+    states[f"lse_{part}"] = states[f"lse_{part}"].clone()
+    states[f"lse_{part}"][1, 2] = -torch.inf
+    states[f"output_{part}"] = states[f"output_{part}"].clone()
+    states[f"output_{part}"][2, 1] = 0.0
+    with lz.scope(debug=True):
+        lz.merge_attention_states(**states)
+        states[f"output_{part}"][2, 1, 3] = number
+        with pytest.raises(lz.InvalidCallError, match=f"output_{part}: wanted 0 wherever lse_{part} is -inf"):
+            lz.merge_attention_states(**states)
+
+
 def test_a_part_that_saw_no_key_has_no_share():
     (output, lse), _, _ = parts()
     nothing = torch.zeros_like(output), torch.full_like(lse, -math.inf)

@@ -13,7 +13,7 @@ attention over the rest is a decode of its own; both are merged by their log-sum
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def merge_attention_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, ls
         ``lz.paged_attention`` with ``cu_seqlens_q`` return them; each part has keys of its own.
     Dtype: both outputs the same floating dtype, which the result has; log-sum-exps float32, natural logarithm.
     Returns: the output and its log-sum-exp. A part that saw no key (0 and -inf, as attention gives it) has no share;
-        neither saw one: 0 and -inf.
+        neither saw one: 0 and -inf. Other numbers than 0 may be merged there; debug mode refuses them.
     Raises: InvalidCallError for shapes, devices or dtypes that do not fit.
     Source: online softmax, arXiv:1805.02867.
     """
@@ -58,6 +58,20 @@ def merge_attention_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, ls
         weight = (part - lse).exp().masked_fill(part == -torch.inf, 0.0).t().unsqueeze(-1)
         outputs = outputs + (weight * output.to(compute)).masked_fill(weight == 0, 0.0)
     return outputs.to(output_a.dtype), lse.float()
+
+
+def _check_states(
+    *, output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor, **_: object
+) -> Sequence[str | Check]:
+    """A part that saw no key is 0: kernels multiply it by 0, or by a half where neither saw one."""
+
+    def text(part: str) -> Callable[[object, object], str]:
+        return lambda _, __: f"output_{part}: wanted 0 wherever lse_{part} is -inf, got another number there"
+
+    parts = (("a", output_a, lse_a), ("b", output_b, lse_b))
+    return [
+        Check(((lse.t() == -torch.inf) & (output != 0).any(-1)).any(), None, text(part)) for part, output, lse in parts
+    ]
 
 
 def _merge_work(facts: Mapping[str, Any]) -> Work:
@@ -101,6 +115,7 @@ MERGE_STATES = operation(
     cases=(_case("small", 5, 4, 64), _case("llama3_8b_b64", 64, 32, 128), _case("llama3_8b_t2048", 2048, 32, 128)),
     tolerance=TOLERANCE,
     tolerance_reason="two products and a sum in float32, one rounding",
+    check_values=_check_states,
     work=_merge_work,
     sweep=_merge_sweep,
     stock=None,
