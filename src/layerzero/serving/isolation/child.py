@@ -48,7 +48,7 @@ def work(job: messages.Serve, tell: Tell) -> None:
     keep_freed_memory()
     server = Server(Mapping(job.memory))
     os.close(job.memory)
-    tell.found(messages.Hello(__version__, str(torch.__version__), os.getpid()))
+    tell.found(messages.Hello(__version__))
     encoder, awake = msgspec.msgpack.Encoder(), messages.Awake(calls)
     with torch.no_grad():
         while request := calls.recv(MOST_BYTES):

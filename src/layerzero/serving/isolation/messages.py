@@ -74,11 +74,9 @@ class Serve(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What the child is, once it serves: its versions must be this process's."""
+    """The version of the child's LayerZero, once it serves; it must be this process's."""
 
     layerzero: str
-    torch: str
-    pid: int
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
