@@ -250,7 +250,7 @@ def _several_tokens(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
     arguments = _one_token(draw, dtype, most)
     table, lens, query = arguments["block_tables"], arguments["context_lens"], arguments["query"]
-    starts = starts_of(draw, lengths)
+    starts = draw.laid_out(starts_of(draw, lengths), expand=False)
     arguments |= {
         "query": draw.laid_out(draw.normal((sum(lengths), *query.shape[2:]), dtype)),
         "cu_seqlens_q": starts,
