@@ -135,6 +135,14 @@ def test_the_first_call_of_a_model_that_does_not_support_sdpa_may_be_compiled(mo
     torch.testing.assert_close(got, eager(ids).last_hidden_state, atol=2e-5, rtol=1e-4)
 
 
+def test_a_model_that_onnx_is_made_of_has_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporter knew no function for LayerZero's attention."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    _, ours = pair(bert)
+    program = torch.export.export(ours, (padded("none")["input_ids"],), strict=False)
+    assert not [each for each in program.graph.nodes if "layerzero" in str(each.target)]
+
+
 def test_a_padded_row_gives_what_it_gives_alone() -> None:
     """Fails if padding is not masked, whatever eager attention does."""
     _, ours = pair(bert)

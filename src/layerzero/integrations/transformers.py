@@ -312,9 +312,9 @@ def attention_forward(
     deterministic = "deterministic" in kwargs and kwargs["deterministic"]
     own = softcap is not None or s_aux is not None or deterministic
     masked = attention_mask is not None and _is_the_compilers(module, query, key)
-    if not own and window is None and (masked or (dropout and torch.compiler.is_compiling())):  # gradients of draws
-        torchs = transformers_patches.torchs_attention()
-        traced: tuple[Tensor, None] = torchs(
+    compiling = torch.compiler.is_compiling()  # draws have gradients there, and ONNX has no operators of LayerZero
+    if not own and window is None and (masked or (compiling and (dropout or torch.onnx.is_in_onnx_export()))):
+        traced: tuple[Tensor, None] = transformers_patches.torchs_attention()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal
         )
         return traced
