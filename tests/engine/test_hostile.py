@@ -15,6 +15,8 @@ import torch
 import layerzero as lz
 from drawing import at_once
 from layerzero.core.kernel import Kernel
+from layerzero.core.limit_kinds import OfTensors
+from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.engine.config import current_policy
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.frozen_choices import Frozen
@@ -167,10 +169,24 @@ def test_only_what_a_mask_can_say_may_be_folded():
 
 
 def test_a_copy_that_does_not_repair_refuses_the_kernel(caplog):
-    register(lambda i, w: i, limits=[lz.limits.aligned(16, "input")])
-    narrow = torch.randn(4, 3)  # rows of 12 bytes: no copy aligns them
-    torch.testing.assert_close(lz.rms_norm(narrow, W[:3]), right(narrow, W[:3]))
+    class Never(OfTensors):
+        def problem(self, name, tensor, facts, /):
+            return Reason(ReasonCode.NOT_CONTIGUOUS, name, "other memory", "this")
+
+        def describe(self):
+            return "never"
+
+    register(lambda i, w: i, limits=[Never(("input",))])
+    torch.testing.assert_close(lz.rms_norm(X, W), right())
     assert "does not satisfy its own limits" in caplog.text
+
+
+def test_rows_that_no_copy_aligns_refuse_the_kernel_before_it_is_chosen(caplog):
+    register(lambda i, w: i, limits=[lz.limits.aligned(16, "input")])
+    narrow = torch.randn(4, 3)  # rows of 12 bytes
+    torch.testing.assert_close(lz.rms_norm(narrow, W[:3]), right(narrow, W[:3]))
+    assert codes("user.planted", narrow, W[:3]) == ["MISALIGNED"]
+    assert "limits" not in caplog.text
 
 
 def test_a_loader_that_fails_rests_one_kernel_and_not_its_library():
