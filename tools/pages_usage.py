@@ -40,7 +40,7 @@ _ORDER = (
 _FEATURES = ", ".join(f"`{feature}`" for feature in cpu_features.FLAGS.values())
 _POORER = f"""`{cpu_features.VARIABLE}` presents a poorer CPU to the process: a server shows what a laptop gets. \
 `ONEDNN_MAX_CPU_ISA`
-alone does so, too.
+(or `DNNL_MAX_CPU_ISA`) alone does so, too, for kernels of all libraries.
 
 ```sh
 LAYERZERO_CPU_FEATURES=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 layerzero doctor

@@ -127,10 +127,17 @@ def test_every_feature_stands_on_known_ones():
 
 
 @pytest.mark.parametrize(("held", "kept"), [
-    ("AVX2", {"avx2"}), ("avx512_core", {"avx2", "avx512"}), ("SSE41", set()), ("", None), ("AVX10_3_512", None),
+    ("AVX2", {"avx2"}), ("avx2_vnni_2", {"avx2", "avx_vnni"}), ("avx512_core", {"avx2", "avx512", "avx_vnni"}),
+    ("SSE41", set()), ("", None), ("AVX512_CORE_BF16", None), ("AVX10_3_512", None),
 ])  # fmt: skip
 def test_what_onednn_is_held_to_is_all_that_there_is(held, kept):
     """Its bfloat16 raised where it was held to AVX2, and its int8 products were wrong."""
-    have = frozenset({"avx2", "avx512", "avx512_vnni", "avx512_bf16"})
+    have = SERVER | {"avx_vnni"}
     assert cpu_features.left_by_onednn(have, {"ONEDNN_MAX_CPU_ISA": held}) == (have if kept is None else kept)
     assert cpu_features.left_by_onednn(have, {"DNNL_MAX_CPU_ISA": held}) == (have if kept is None else kept)
+
+
+@pytest.mark.parametrize("feature", sorted({*cpu_features.FLAGS.values()}))
+def test_the_variables_that_are_advised_take_nothing_more_away(feature):
+    kept = cpu_features.wanted(feature)
+    assert cpu_features.left_by_onednn(kept, torch_variables(kept)) == kept

@@ -254,14 +254,14 @@ def test_backends_are_set_on_both_and_compilers_see_the_original() -> None:
     assert torch.equal(run(model, call), wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("unmeasured")
 def test_a_rotation_has_one_class_however_often_models_are_looked_at() -> None:
     first, second = ({type(each._twin) for each in rotary.RotationOf("", flux()[0])._exchanges} for _ in range(2))
     assert first
     assert first == second
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("unmeasured")
 def test_inputs_time_rotations_as_a_kind_of_their_own() -> None:
     model, _ = flux()
     call = {"hidden_states": randn(1, 16, 4), "encoder_hidden_states": randn(1, 5, 32)}

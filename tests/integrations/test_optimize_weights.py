@@ -285,6 +285,27 @@ def test_a_thread_gets_no_codes_of_a_weight_that_was_written_before() -> None:
     torch.testing.assert_close(got[1], last)
 
 
+def test_what_is_written_while_a_weight_is_quantised_counts_at_the_next_call() -> None:
+    product = nn.Linear(64, 32, bias=False).eval()
+    state = Made(product.weight, "int8")
+    Swap(product, coded, state).on()
+    rows, quantised = torch.randn(3, 64), state._quantised
+
+    def writing(weight: torch.Tensor) -> Any:
+        made = quantised(weight)
+        product.weight.fill_(0.02)
+        return made
+
+    with torch.no_grad():
+        product.weight.fill_(0.01)
+        state._quantised = writing  # type: ignore[method-assign]
+        product(rows)
+        state._quantised = quantised  # type: ignore[method-assign]
+        torch.testing.assert_close(
+            product(rows), torch.nn.functional.linear(rows, product.weight), rtol=1e-2, atol=1e-3
+        )
+
+
 def test_memory_is_summed_up_while_another_thread_packs() -> None:
     class Counted:
         entered = 0

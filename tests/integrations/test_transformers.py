@@ -143,6 +143,20 @@ def test_a_model_that_onnx_is_made_of_has_torchs_operators(monkeypatch: pytest.M
     assert not [each for each in program.graph.nodes if "layerzero" in str(each.target)]
 
 
+def test_onnx_is_made_of_no_packed_row_as_if_it_were_one_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    _, ours = pair(llama)
+
+    class Packed(torch.nn.Module):
+        def forward(self, rows: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+            named = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+            return integration.attention_forward(ours.model.layers[0].self_attn, rows, rows, rows, None, **named)[0]
+
+    call = torch.randn(1, 4, 5, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    program = torch.export.export(Packed().eval(), call, strict=False)
+    assert [each for each in program.graph.nodes if "ragged" in str(each.target)]
+
+
 def test_a_padded_row_gives_what_it_gives_alone() -> None:
     """Fails if padding is not masked, whatever eager attention does."""
     _, ours = pair(bert)

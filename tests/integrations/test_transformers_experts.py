@@ -230,16 +230,18 @@ def test_the_numbers_of_a_gate_are_the_modules() -> None:
         torch.testing.assert_close(experts(*call), stock_of(experts, call))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, of forward-mode gradients
-def test_a_gate_that_is_exchanged_later_counts() -> None:
+@pytest.mark.parametrize("act", [torch.nn.GELU(), torch.nn.functional.gelu], ids=["module", "function"])
+def test_a_gate_that_is_exchanged_later_counts(act: Any) -> None:
     stock, ours = mixtures.made("Mixtral"), mixtures.made("Mixtral", **OURS)
     mixtures.logits(ours)
     for each in (*mixtures.experts_of(stock), *mixtures.experts_of(ours)):
-        each.act_fn = torch.nn.GELU()
+        del each.act_fn  # a module's place takes no function
+        each.act_fn = act
     torch.testing.assert_close(mixtures.logits(ours), mixtures.logits(stock), atol=1e-4, rtol=1e-4)
     assert len(kernels(ours)) == len(mixtures.experts_of(ours))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, of forward-mode gradients
 def test_autocast_and_transforms_run_as_stock() -> None:
     experts = mixtures.experts_of(mixtures.made("Mixtral", **OURS))[0]
     call = calls_of(experts)

@@ -105,7 +105,9 @@ def torch_variables(kept: Iterable[str]) -> dict[str, str]:
 
 
 _HELD_TO = (
+    ("amx_fp16", "avx512", "AVX512_CORE_AMX_FP16"),
     ("amx_bf16", "avx512", "AVX512_CORE_AMX"),
+    ("amx_int8", "avx512", "AVX512_CORE_AMX"),
     ("avx512_fp16", "avx512", "AVX512_CORE_FP16"),
     ("avx512_bf16", "avx512", "AVX512_CORE_BF16"),
     ("avx512_vnni", "avx512", "AVX512_CORE_VNNI"),
@@ -117,7 +119,19 @@ _HELD_TO = (
 
 def left_by_onednn(have: Iterable[str], environment: Mapping[str, str]) -> frozenset[str]:
     """What a CPU's features are where oneDNN is held to some of them; a name that is not known takes none away."""
-    held = environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or ""
-    kept = {name: feature for feature, _, name in _HELD_TO} | {"AVX": _NONE, "SSE41": _NONE}
-    feature = kept.get(held.strip().upper())
-    return frozenset(have) if feature is None else frozenset(have) & wanted(feature)
+    held = (environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or "").strip().upper()
+    step = next((number for number, (names, _) in enumerate(_STEPS) if held in names), len(_STEPS))
+    return frozenset(have).difference(*(lacking for _, lacking in _STEPS[step:]))
+
+
+_STEPS = (
+    (("SSE41", "AVX"), ("avx2",)),
+    (("AVX2",), ("avx_vnni",)),
+    (("AVX2_VNNI", "AVX2_VNNI_2"), ("avx512",)),
+    (("AVX512_CORE",), ("avx512_vnni",)),
+    (("AVX512_CORE_VNNI",), ("avx512_bf16",)),
+    (("AVX512_CORE_BF16",), ("avx512_fp16",)),
+    (("AVX512_CORE_FP16", "AVX10_1_512"), ("amx_bf16", "amx_int8")),
+    (("AVX512_CORE_AMX",), ("amx_fp16",)),
+)
+"""oneDNN's names from the poorest on, each with the features that it is the first to lack: it lacks all behind, too."""

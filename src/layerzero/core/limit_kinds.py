@@ -332,8 +332,8 @@ class Aligned(OfTensors):
         return f"rows aligned to {self.bytes} bytes: {', '.join(self.tensors)}"
 
 
-def _dense_rows_start_at(tensor: TensorFacts, bytes: int) -> bool:  # noqa: A002
-    return tensor.ndim < 2 or tensor.shape[-1] * tensor.dtype.itemsize % bytes == 0
+def _dense_rows_start_at(tensor: TensorFacts, wanted_bytes: int) -> bool:
+    return tensor.ndim < 2 or tensor.shape[-1] * tensor.dtype.itemsize % wanted_bytes == 0
 
 
 @dataclass(frozen=True, slots=True)

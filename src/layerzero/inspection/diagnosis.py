@@ -347,7 +347,7 @@ def _whole_beside(cpu: Device) -> Iterator[str]:
     unset = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
     if unset:
         yield (
-            f"{cpu_features.VARIABLE} presents {cpu.name}, and torch's own kernels use all of the CPU; "
+            f"the environment presents {cpu.name}, and torch's own kernels use all of the CPU; "
             f"set {' and '.join(unset)} as well"
         )
 

@@ -310,10 +310,10 @@ def attention_forward(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     deterministic = "deterministic" in kwargs and kwargs["deterministic"]
-    own = softcap is not None or s_aux is not None or deterministic
+    own = softcap is not None or s_aux is not None or deterministic or window is not None or packed is not None
     masked = attention_mask is not None and _is_the_compilers(module, query, key)
     compiling = torch.compiler.is_compiling()  # draws have gradients there, and ONNX has no operators of LayerZero
-    if not own and window is None and (masked or (compiling and (dropout or torch.onnx.is_in_onnx_export()))):
+    if not own and (masked or (compiling and (dropout or torch.onnx.is_in_onnx_export()))):
         traced: tuple[Tensor, None] = transformers_patches.torchs_attention()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal
         )

@@ -12,9 +12,11 @@ Weights are read as they lie: only ``lz.optimize`` keeps them in a second order,
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ class Gate:
 _gates: weakref.WeakKeyDictionary[Module, tuple[tuple[Any, ...], Gate | str]] = weakref.WeakKeyDictionary()
 """Of each module that was called, what its gate was made of, and the gate, or why it has none that is known."""
 
-_PLAIN = frozenset({int, float, bool, str})
+_PLAIN = frozenset({int, float, bool, str, FunctionType, BuiltinFunctionType, MethodType, functools.partial})
 """Types of attributes that a gate may read."""
 
 _told: set[tuple[type, str]] = set()

@@ -225,9 +225,10 @@ WINDOW_WITHOUT_CAUSAL = limit.rule(
     lambda facts: facts["window"] is None or facts.get("causal") is True or facts.size("seq_q") <= facts.size("seq_k"),
     "WINDOW_UNSUPPORTED",
 )
-"""FlashAttention 2 takes the number of keys as the right side of a window that is open there: first queries lose keys.
+"""FlashAttention 2 takes the number of keys as the right side of a window that is open there, or longer.
 
-Seen with sequences of unlike lengths (torch 2.11, H200, 2026-12-01); those calls name a longer bound.
+First queries lose keys, or see more. Seen with sequences of unlike lengths (torch 2.11, H200, 2026-12-01), whose calls
+name a longer bound.
 """
 
 

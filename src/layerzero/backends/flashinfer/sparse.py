@@ -137,8 +137,7 @@ KERNELS = (
         limit.contiguous("query", "key", "value"),
         limit.aligned(16, "query", "key", "value"),
         limit.rule(
-            "block_rows: 1, or so many that they and the heads of a group are 4",
-            lambda facts: facts["block_rows"] == 1 or _tiles(facts),
+            "block_rows: 1, or block_rows * group >= 4", lambda facts: facts["block_rows"] == 1 or _tiles(facts)
         ),
         accepts=("block_rows", "block_cols", "scale", "return_lse", "block_pattern"),
         build_key=_module,

@@ -145,7 +145,7 @@ def _load_ragged(facts: Facts, attend: Attend | None = None) -> Callable[..., An
 
 
 def longest_of_v2(longest_q: int, longest_k: int, causal: bool, window: tuple[int, int] | None) -> int:
-    """The bound of keys for FlashAttention 2, which lets a window that is open to the right see so many.
+    """The bound of keys for FlashAttention 2: a window that is open to the right, or longer than that, ends there.
 
     With more queries than keys the first ones lost keys that way (torch 2.11, H200, 2026-12-01).
     """

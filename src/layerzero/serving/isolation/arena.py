@@ -281,7 +281,7 @@ class _Gone(weakref.ref[memoryview]):
 class Arena(Mapping):
     """The room in the shared memory, handed out by the side that calls; one thread at a time takes any.
 
-    It lives as long as any result, and its file and memory go with it.
+    It lives as long as any result; its file and memory go with the last one, when the collector comes to it.
 
     Attributes:
         held: bytes of results that live, or went since room was taken last.
@@ -297,11 +297,10 @@ class Arena(Mapping):
         self._bytes, self.held = memoryview(kept.from_buffer(self.view)), 0  # by these a result keeps the arena
         self.filling: int | None = None
         self._free: dict[int, list[int]] = {}
-        self._top = 0
         self._live: dict[int, _Gone] = {}
         self._gone: deque[_Gone] = deque()  # the collector may run anywhere: it takes no lock
-        self._own: set[int] = set()
-        _ARENAS.add(self)
+        self._top, self._own = 0, set[int]()
+        _ARENAS[id(self)] = self
 
     def take(self, size: int) -> int:
         """Room for so many bytes, at the start of a page. Raises: MemoryError."""
@@ -389,12 +388,13 @@ class Arena(Mapping):
             raise OSError(ctypes.get_errno(), "wanted to map the memory of results anew, got an error")
 
 
-_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+_ARENAS: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 
 
 def _leave() -> None:
-    for each in list(_ARENAS):
-        each.leave()
+    for each in [found() for found in _ARENAS.valuerefs()]:  # at once: other threads make some meanwhile
+        if each is not None:
+            each.leave()
 
 
 forking.around(_leave, lambda: None)

@@ -99,7 +99,7 @@ class Encoder(Layer):
                 continue
             if name in ROW_ARGUMENTS and self.heads.setting == NAME:  # other functions know no packed row
                 continue
-            if name not in self.given or type(value) not in _PLAIN:
+            if name not in self.given or type(value) not in _PLAIN:  # a mask was given, but of another shape
                 return False
         return True
 

@@ -44,7 +44,7 @@ _READ = frozenset({"attention_mask", "position_embeddings"}) | NAMES
 
 
 _NORMED = "_layerzero_normed"
-"""On the tensor between two layers: it, normalised as the next one begins, for which weight, and both versions."""
+"""On the tensor between layers: it, normalised for the next, by which weight, and versions, which ``.data`` keeps."""
 
 
 def says_anything(name: str, value: object) -> bool:

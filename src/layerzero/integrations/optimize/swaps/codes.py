@@ -111,30 +111,30 @@ class Held(CodedProduct):
         activations: str | None = None,
     ) -> None:
         self._tensors, self._make = tensors, functools.partial(make, module)
-        self._note(tensors(module))
+        self._read: tuple[Tensor | None, ...] = tensors(module)
+        self._versions = _versions(self._read)
         made = make(module, *self._read)
         self.columns = (made if isinstance(made, lz.QuantizedWeight) else made[0]).shape[1]
         super().__init__(made, activations)
-
-    def _note(self, read: tuple[Tensor | None, ...]) -> None:
-        self._read, self._versions = read, [0 if each is None else version(each) for each in read]
 
     def read(self, module: Module) -> tuple[Tensor, ...] | None:
         read = self._tensors(module)
         return None if read[0] is None else read  # type: ignore[return-value]  # what it has not is None
 
     def follow(self, read: tuple[Tensor, ...]) -> bool:
-        for now, was, count in zip(read, self._read, self._versions, strict=True):
-            if not _lies_as(now, was) or (now is not None and version(now) != count):
-                break
-        else:
+        versions = _versions(read)  # before the numbers are read: what is written meanwhile counts at the next call
+        if versions == self._versions and all(map(_lies_as, read, self._read)):
             return True
         try:
             self.exchange(self._make(*read))
         except InvalidCallError:  # no such weight any more: the module's own code says what is wrong
             return False
-        self._note(read)
+        self._read, self._versions = read, versions
         return True
+
+
+def _versions(read: tuple[Tensor | None, ...]) -> list[int]:
+    return [0 if each is None else version(each) for each in read]
 
 
 def _lies_as(now: Tensor | None, was: Tensor | None) -> bool:
@@ -220,6 +220,7 @@ class Made(CodedProduct, Requested):
     def follow(self, read: tuple[Tensor, ...]) -> bool:
         (weight,), source = read, self._source
         if source is None or source.kind_for(weight) != PACKED:
+            noted = PackedWeight(weight)  # first: what is written while it is quantised counts at the next call
             try:
                 made = self._quantised(weight)
             except InvalidCallError:  # it is not finite now
@@ -227,7 +228,7 @@ class Made(CodedProduct, Requested):
             if source is not None and source.is_late:
                 self._tell(weight)
             self.exchange(made)
-            self._source = PackedWeight(weight)  # last: until then other threads quantise for themselves
+            self._source = noted  # last: until then other threads quantise for themselves
         return True
 
     def _quantised(self, weight: Tensor) -> Weight:
