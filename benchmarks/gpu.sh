@@ -31,7 +31,7 @@ case " $steps " in *" conformance "*)
   wait ;;
 esac
 case " $steps " in *" fuzz "*)  # calls of all functions: limits of one kernel are seldom drawn by its own conformance
-  for seed in ${SEEDS:-1 2 3 4 5 6 7 8}; do
+  for seed in ${FUZZ_SEEDS:-1 2 3 4 5 6 7 8}; do
     timeout "$limit_s" python3 -m layerzero fuzz --device cuda --calls "${FUZZ_CALLS:-8000}" --seed "$seed" \
       > "$out/fuzz-$seed.txt" 2>&1 &
   done

@@ -98,23 +98,10 @@ def torch_variables(kept: Iterable[str]) -> dict[str, str]:
     Source: ATen/native/DispatchStub.cpp, oneDNN's documentation of ``ONEDNN_MAX_CPU_ISA``.
     """
     features = frozenset(kept)
-    for feature, aten, onednn in _HELD_TO:
-        if feature in features:
-            return {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
-    return {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
-
-
-_HELD_TO = (
-    ("amx_fp16", "avx512", "AVX512_CORE_AMX_FP16"),
-    ("amx_bf16", "avx512", "AVX512_CORE_AMX"),
-    ("amx_int8", "avx512", "AVX512_CORE_AMX"),
-    ("avx512_fp16", "avx512", "AVX512_CORE_FP16"),
-    ("avx512_bf16", "avx512", "AVX512_CORE_BF16"),
-    ("avx512_vnni", "avx512", "AVX512_CORE_VNNI"),
-    ("avx512", "avx512", "AVX512_CORE"),
-    ("avx_vnni", "avx2", "AVX2_VNNI"),
-    ("avx2", "avx2", "AVX2"),
-)
+    beyond = [number for number, (_, lacking) in enumerate(_STEPS) if features.intersection(lacking)]
+    (onednn, *_), _ = _STEPS[max(beyond, default=-1) + 1]
+    aten = next((each for each in ("avx512", "avx2") if each in features), "default")
+    return {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
 
 
 def left_by_onednn(have: Iterable[str], environment: Mapping[str, str]) -> frozenset[str]:
@@ -133,5 +120,6 @@ _STEPS = (
     (("AVX512_CORE_BF16",), ("avx512_fp16",)),
     (("AVX512_CORE_FP16", "AVX10_1_512"), ("amx_bf16", "amx_int8")),
     (("AVX512_CORE_AMX",), ("amx_fp16",)),
+    (("AVX512_CORE_AMX_FP16",), ()),
 )
 """oneDNN's names from the poorest on, each with the features that it is the first to lack: it lacks all behind, too."""

@@ -321,7 +321,7 @@ class Aligned(OfTensors):
             [
                 Finding(
                     Reason(ReasonCode.MISALIGNED, name, f"{self.bytes} bytes", f"{tensor.row_alignment_bytes} bytes"),
-                    Repair("copy", name) if _dense_rows_start_at(tensor, self.bytes) else None,
+                    Repair("copy", name) if dense_rows_start_at(tensor, self.bytes) else None,
                 )
                 for name in self.tensors
                 if (tensor := facts.tensors.get(name)) is not None and tensor.row_alignment_bytes < self.bytes
@@ -332,7 +332,8 @@ class Aligned(OfTensors):
         return f"rows aligned to {self.bytes} bytes: {', '.join(self.tensors)}"
 
 
-def _dense_rows_start_at(tensor: TensorFacts, wanted_bytes: int) -> bool:
+def dense_rows_start_at(tensor: TensorFacts, wanted_bytes: int) -> bool:
+    """Whether a copy of a tensor starts every row at a multiple of so many bytes."""
     return tensor.ndim < 2 or tensor.shape[-1] * tensor.dtype.itemsize % wanted_bytes == 0
 
 

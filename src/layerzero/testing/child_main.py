@@ -87,9 +87,9 @@ def encoded(message: Message) -> bytes:
 def _readable(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _readable(each) for name, each in value.items()}
-    return (
-        [*map(_readable, value)] if isinstance(value, list) else printable(value) if isinstance(value, str) else value
-    )
+    if isinstance(value, list):
+        return [_readable(each) for each in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def end_with(parent: int) -> None:

@@ -14,7 +14,16 @@ import torch
 
 from layerzero.core.arguments import Adapter, moving
 from layerzero.core.facts import Facts, TensorFacts
-from layerzero.core.limit_kinds import NOTHING, Finding, Findings, Limit, OfTensors, Repair, violated
+from layerzero.core.limit_kinds import (
+    NOTHING,
+    Finding,
+    Findings,
+    Limit,
+    OfTensors,
+    Repair,
+    dense_rows_start_at,
+    violated,
+)
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.reuse_conditions import WITHIN, Condition, SizedCall, conditions, same_sizes
 from layerzero.ops.attention.layout import CANONICAL
@@ -50,7 +59,7 @@ class AlignedOnCuda(OfTensors):
     """
 
     def problem(self, name: str, tensor: TensorFacts, facts: Facts, /) -> Reason | None:
-        copied = facts.device.platform == "cuda" and tensor.shape[-1] * tensor.dtype.itemsize % _ROW_BYTES == 0
+        copied = facts.device.platform == "cuda" and dense_rows_start_at(tensor, _ROW_BYTES)
         if not copied or (tensor.row_alignment_bytes >= _ROW_BYTES and tensor.last_stride == 1):
             return None
         got = f"{tensor.row_alignment_bytes} bytes, the last stride {tensor.last_stride}"
