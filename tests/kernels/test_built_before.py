@@ -147,7 +147,7 @@ NORM = ".cache/flashinfer/0.7.2/{}/cached_ops/norm/norm.so"
 @pytest.fixture
 def home(monkeypatch, tmp_path):
     """A home of FlashInfer's, with a module of norms in the folder of some architectures."""
-    monkeypatch.setattr(modules, "_version", lambda: "0.7.2")
+    monkeypatch.setattr(modules, "version", lambda: "0.7.2")
     monkeypatch.setattr(modules, "_shipped", frozenset)
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST", raising=False)

@@ -128,6 +128,14 @@ CASES = [
         {Code.ATTN_MASK_UNSUPPORTED},
     ),
     ("flashinfer.fa2.prefill", "A100", {"attn_mask": meta(64, 64), "causal": False}, {Code.ATTN_MASK_UNSUPPORTED}),
+    ("flashinfer.fa2.prefill", "A100", {"k": (2, 63, 2, 128), "causal": False}, set()),
+    ("flashinfer.fa2.prefill", "A100", {"k": (2, 63, 2, 128)}, {Code.CONSTRAINT_FAILED}),
+    (
+        "flashinfer.fa2.prefill",
+        "A100",
+        {"k": (2, 63, 2, 128), "causal": False, "window": (16, 0)},
+        {Code.CONSTRAINT_FAILED},  # its module masks what is in the future
+    ),
     ("flashinfer.fa2.decode", "A100", {**DECODE, "window": (16, 3)}, set()),
     ("flashinfer.decode", "A100", DECODE, {Code.CONSTRAINT_FAILED}),
     ("flashinfer.decode", "T4", {"q": (1, 1, 8, 128), "k": (1, 64, 2, 128), "dtype": torch.float16}, set()),

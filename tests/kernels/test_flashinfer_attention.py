@@ -12,6 +12,7 @@ from dense_calls import compare, facts_of, tensors
 
 from layerzero.backends.flashinfer import attention as flashinfer
 from layerzero.backends.flashinfer import modules as flashinfer_modules
+from layerzero.backends.flashinfer import plan as flashinfer_plan
 from layerzero.backends.flashinfer.plan import FlashInferPlan
 from layerzero.engine.jit import BUILT
 from layerzero.engine.registry import REGISTRY
@@ -116,6 +117,15 @@ def test_flashinfer_decodes_with_each_argument_in_its_place(flashinfer_modules_o
     compare(flashinfer._load_decode(facts)(query, key, value, **call), attention_reference(query, key, value, **call))
 
 
+@pytest.mark.parametrize(("version", "expected"), [
+    ("0.7.2.post1", (-1, False, 0, 0)), ("0.7.4", (-1, False, 0, 0, False)), ("0.7.4+cu130", (-1, False, 0, 0, False)),
+])  # fmt: skip
+def test_flashinfers_planner_is_given_what_its_version_takes(monkeypatch, version, expected):
+    monkeypatch.setattr(flashinfer_plan, "version", lambda: version)
+    assert flashinfer_plan._splitting("fa2") == expected
+    assert flashinfer_plan._splitting("fa3") == ()
+
+
 def kernel(kernel_id):
     return REGISTRY.kernel(kernel_id)
 
@@ -156,7 +166,7 @@ def test_flashinfer_takes_what_a_package_brought(monkeypatch):
     ("flashinfer.decode", 1, "single_decode{}_head_dim_qk_128_head_dim_vo_128{}"),
 ])  # fmt: skip
 def test_flashinfer_takes_what_an_earlier_process_compiled(monkeypatch, tmp_path, kernel_id, batch, module):
-    monkeypatch.setattr(flashinfer_modules, "_version", lambda: "0.7.2")
+    monkeypatch.setattr(flashinfer_modules, "version", lambda: "0.7.2")
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     seq = 1 if kernel_id.endswith("decode") else 64
     dtypes, variant = (

@@ -13,6 +13,7 @@ import layerzero as lz
 from layerzero.backends.flashinfer import cascade
 from layerzero.backends.flashinfer.cascade import _Cascade
 from layerzero.backends.flashinfer.latent import _Planned as PlannedLatent
+from layerzero.backends.flashinfer.paged import Planned
 from layerzero.backends.flashinfer.varlen import PlannedPages, _Split, pages_of
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
@@ -91,6 +92,12 @@ def test_a_split_batch_is_a_decode_of_the_first_and_a_prefill_of_the_rest():
     step.advance()
     assert decode.plans[1][0] == [[0, 1, 2], [7, 5], [4, 1]]
     assert prefill.plans[1][0] == [[0, 4, 5], [0, 2, 3], [1, 3, 6], [4, 3]]
+
+
+@pytest.mark.parametrize("tensor_cores", [True, False])
+def test_decoding_is_flashinfers_own_kernel_and_not_one_that_it_would_choose(tensor_cores):
+    arguments = {"num_qo_heads": 4, "head_dim": 256, "page_size": PAGE}
+    assert Planned(step_of(), arguments, tensor_cores=tensor_cores).run().buffers["backend"] == "fa2"
 
 
 def test_a_shared_prefix_is_planned_as_one_sequence_of_all_queries():

@@ -7,7 +7,7 @@ which then serve single sequences, too. (flashinfer-cubin holds kernels of other
 What an earlier process compiled lies in FlashInfer's own cache, by version and architectures, and counts as built: the
 library finds it there by the same name, and asks ninja whether it still holds. A cache that was wiped is seen, since
 each choice looks for the file, and so is a build that was cut off. Paths and names are those of FlashInfer 0.7.2
-(``jit/env.py``, ``jit/attention/modules.py``).
+and 0.7.4 (``jit/env.py``, ``jit/attention/modules.py``).
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def _names(log: Path, _changed_ns: int, _bytes: int, name: str) -> bool:
 
 def _folders(sm: tuple[int, int] | None) -> list[Path]:
     """Where FlashInfer keeps what it compiled for a device, or for those that its environment variable names."""
-    version = _version()
-    if sm is None or version is None:
+    release = version()
+    if sm is None or release is None:
         return []
     loaded: Any = sys.modules.get("flashinfer.jit.env")  # it looked once, for all devices that are visible
     if loaded is not None:
@@ -158,7 +158,7 @@ def _folders(sm: tuple[int, int] | None) -> list[Path]:
     named = os.environ.get("FLASHINFER_CUDA_ARCH_LIST")
     names = _joined(named) if named else [f"{sm[0]}{sm[1]}{suffix}" for suffix in ("a", "", "f")]
     home = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()))
-    return [home / ".cache" / "flashinfer" / version / name / "cached_ops" for name in names]
+    return [home / ".cache" / "flashinfer" / release / name / "cached_ops" for name in names]
 
 
 def _joined(named: str) -> list[str]:
@@ -178,7 +178,8 @@ def _joined(named: str) -> list[str]:
 
 
 @functools.cache
-def _version() -> str | None:
+def version() -> str | None:
+    """FlashInfer's version."""
     try:
         return importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:

@@ -77,7 +77,7 @@ class Planned:
             workspace(device, capturable=step.capturable),
             "NHD",
             use_tensor_cores=tensor_cores,
-            backend="fa2" if tensor_cores else "auto",
+            backend="fa2",  # 0.7.4 would take cuDNN of some heads of 256 on Blackwell
             **fixed,
         )
         self._staging, self.run = Staging(self._wrapper, device), self._wrapper.run

@@ -1,7 +1,7 @@
 """FlashInfer's plans for batches: which tile works where, made once for a shape and kept.
 
-Read: BatchPrefillWithRaggedKVCacheWrapper.plan of flashinfer-python 0.7.2.post1, and the planners in
-include/flashinfer/attention/scheduler.cuh (2026-11-21). The wrapper would hold 8 MiB for each plan; the library says
+Read: BatchPrefillWithRaggedKVCacheWrapper.plan of flashinfer-python 0.7.2.post1 and 0.7.4, and the planners in
+include/flashinfer/attention/scheduler.cuh (2026-12-01). The wrapper would hold 8 MiB for each plan; the library says
 what a plan takes, or what its planner writes bounds it.
 
 Memory of the host in which FlashInfer writes a plan, kept from being written again before the device has read it.
@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.modules import Variant, compiled_for, planned
+from layerzero.backends.flashinfer.modules import Variant, compiled_for, planned, version
 from layerzero.backends.shape_cache import Prepared
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.core.kernel import within
 from layerzero.core.limit_kinds import Limit
 from layerzero.core.system import forking
 
@@ -40,6 +41,16 @@ class FlashInferPlan(NamedTuple):
     scratch_bytes: int
 
 
+def _splitting(backend: str) -> tuple[int, ...]:
+    """What follows the shape: no fixed size of parts, parts allowed, no further blocks, lengths not uniform.
+
+    From 0.7.4 on it is also given whether uniform lengths stay so in every replay.
+    """
+    if backend != "fa2":
+        return ()
+    return (-1, False, 0, 0, False) if within(version() or "0", ">=0.7.4") else (-1, False, 0, 0)
+
+
 def _plan(
     backend: str, arguments: tuple[Any, ...], index: int, sizes: tuple[int, int, int, int, int], causal: bool, left: int
 ) -> FlashInferPlan:
@@ -54,7 +65,7 @@ def _plan(
     queries, keys = (torch.arange(batch + 1, dtype=torch.int32) * length for length in (seq_q, seq_k))
     lengths = torch.full((batch,), seq_k, dtype=torch.int32)
     shape = (batch * seq_q, batch, heads, kv_heads, 1, False, head_dim, value_dim, causal, left)
-    splitting = (-1, False, 0, 0) if backend == "fa2" else ()  # no fixed size, allowed, no further blocks, not uniform
+    splitting = _splitting(backend)
     with torch.cuda.device(index):
         device = torch.device("cuda", index)
         if backend == "fa2":

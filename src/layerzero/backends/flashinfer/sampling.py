@@ -183,7 +183,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
             draft_probs = certain.scatter_(-1, draft_ids.long().unsqueeze(-1), 1.0)
         ids = torch.empty((batch, count + 1), dtype=torch.int32, device=target.device)
         standing, stood = (torch.zeros(batch, dtype=torch.int32, device=target.device) for _ in range(2))
-        numbers = batch * (count + 1)
+        numbers = batch * (count + 2)  # one for each token, one more for that which falls, one to draw in its place
         start = get_seed_and_offset(numbers, generator, target.device) if seed is None else (seed, 0)
         module.chain_speculative_sampling(
             draft_probs.detach(), tokens.contiguous(), target, ids, standing, stood, *random_of(*start)
