@@ -12,6 +12,7 @@ import pytest
 
 import layerzero as lz
 from command_lines import FA3, answer, run
+from layerzero.cli import checks
 from layerzero.cli import demo as demonstration
 from layerzero.engine.config import CONFIGURATION
 from layerzero.testing import fuzz
@@ -194,6 +195,15 @@ def test_fuzz_exits_with_1_if_a_result_is_wrong(monkeypatch):
     )
     monkeypatch.setattr(fuzz, "run", lambda calls, seed, **_: report)
     assert answer("fuzz --calls 1 --seed 3", code=1)["failures"][0]["reproducer"] in run("fuzz --seed 3").stdout
+
+
+def test_fuzz_prints_a_wrong_result_when_it_is_found(capsys):
+    failure = Failure(3, 0, "mine.kernel", "chosen", "worst at (0,)", "rms_norm(…)")
+    progress = checks._Progress(9)
+    progress(FuzzReport(3, calls=1, failures=[failure]))
+    assert failure.reproducer in capsys.readouterr().err
+    progress(FuzzReport(3, calls=2, failures=[failure]))
+    assert capsys.readouterr().err == "2 of 9 calls, 1 wrong, 0 calls a second\n"
 
 
 def test_fuzz_that_compares_nothing_proves_nothing():

@@ -35,6 +35,8 @@ def test_a_call_of_a_narrowed_run_is_made_again_and_counts_for_no_call_of_this_m
     assert ENGINE.ledger.calls() == []  # readiness wanted builds for sizes that were invented
     failure = fuzz.Failure(3, number, "k", "chosen", "wrong", "call", ("norm.rms",))
     assert failure.reproducer.endswith(f"fuzz.replay(3, {number}, operations=['norm.rms']))")
+    of_library = fuzz.Failure(3, number, "k", "locked", "wrong", "call", kernels=("liger",))
+    assert of_library.reproducer.endswith(f"fuzz.replay(3, {number}, kernels=['liger']))")
     elsewhere = fuzz.Failure(3, 7, "k", "chosen", "wrong", "call", device="cuda")
     assert elsewhere.reproducer.endswith("fuzz.replay(3, 7, device='cuda'))")
 

@@ -68,8 +68,11 @@ def test_fuzzing_finds_a_wrong_kernel_and_says_how_to_see_it_again():
     assert failure.reproducer in str(report)
     again = fuzz.replay(failure.seed, failure.number)
     assert [each.problem for each in again.failures if each.way == failure.way] == [failure.problem]
-    only = fuzz.run(30, seed=0, first=failure.number, kernels=["user.rounds_weights"])
+    only = fuzz.run(30, seed=0, kernels=["user.rounds_weights"])
     assert set(only.kernels) == {"user.rounds_weights"}
+    assert only.kernels.total() >= only.calls, "calls are drawn of what the kernel implements"
+    first = only.failures[0]
+    assert fuzz.replay(0, first.number, kernels=["user.rounds_weights"]).failures[0].problem == first.problem
 
 
 def test_fuzzing_finds_a_kernel_that_raises_or_writes_into_its_arguments():

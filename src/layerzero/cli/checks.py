@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from layerzero.cli.calls import NONE, Kernels, Where, device_here, option
@@ -45,7 +46,7 @@ def fuzz(
         report = fuzzing.run(
             calls,
             seed,
-            progress=lambda so_far: say(_progress(so_far, calls)),
+            progress=_Progress(calls),
             kernels=kernel or None,
             operations=operation or (),
             device=device,
@@ -105,8 +106,20 @@ def _fuzz_data(report: FuzzReport) -> dict[str, Any]:
     }
 
 
-def _progress(report: FuzzReport, calls: int) -> str:
-    return f"{report.calls} of {calls} calls, {len(report.failures)} wrong, {report.rate:.0f} calls a second"
+@dataclass(slots=True)
+class _Progress:
+    """Says how far a run is, and each wrong result at once: a run that is cut off prints no report."""
+
+    calls: int
+    shown: int = 0
+
+    def __call__(self, report: FuzzReport) -> None:
+        from layerzero.testing.fuzz import SHOWN
+
+        for failure in report.failures[self.shown : SHOWN]:
+            say(str(failure))
+        self.shown = len(report.failures)
+        say(f"{report.calls} of {self.calls} calls, {self.shown} wrong, {report.rate:.0f} calls a second")
 
 
 def add_to(app: Commands) -> None:

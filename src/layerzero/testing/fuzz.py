@@ -64,7 +64,7 @@ class Failure:
         way: ``chosen``, ``locked`` or ``reused``.
         problem: what is wrong.
         call: the call in one line.
-        operations: those that calls were drawn of; empty: all.
+        operations, kernels: those that calls were drawn of; empty: all.
         device: where the tensors lay.
     """
 
@@ -75,12 +75,14 @@ class Failure:
     problem: str
     call: str
     operations: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     device: str = "cpu"
 
     @property
     def reproducer(self) -> str:
         """The line of Python that shows it again."""
         further = f", operations={list(self.operations)}" if self.operations else ""
+        further += f", kernels={list(self.kernels)}" if self.kernels else ""
         further += f", device={self.device!r}" if self.device != "cpu" else ""
         return f"from layerzero.testing import fuzz; print(fuzz.replay({self.seed}, {self.number}{further}))"
 
@@ -154,12 +156,13 @@ def run(
         progress: called with the report so far, about once a second.
         kernels: ids, globs or libraries; each of them then runs on every call where it is legal, and nothing else does.
         operations: operations, functions, aliases or globs; calls are drawn of their functions, and those that are
-            routed elsewhere are left out and not counted: at most so many in a row as ``DRAWS`` says. Empty: of all.
+            routed elsewhere are left out and not counted: at most so many in a row as ``DRAWS`` says. Empty: those of
+            ``kernels``, or all.
         device: where the tensors lie.
         truth: the right result of a call; by default the operation's own reference in float64.
     Raises: KeyError for an operation that is unknown, or that no function leads to.
     """
-    source = _Source(operations)
+    source = _Source(operations, kernels or ())
     numbers = source.numbers(first, calls, seed, device)
     return _Run(FuzzReport(seed), kernels, device, truth, source).over(numbers, progress)
 
@@ -173,16 +176,24 @@ def replay(
     device: torch.device | str = "cpu",
     truth: Truth = expected,
 ) -> FuzzReport:
-    """Make one call of a run again, on every legal kernel and on a kept plan; ``operations`` as in that run."""
-    return _Run(FuzzReport(seed), kernels, device, truth, _Source(operations), thorough=True).over([number])
+    """Make one call of a run again, on every legal kernel and on a kept plan.
+
+    ``operations`` and ``kernels`` as in that run: what is drawn follows from them.
+    """
+    source = _Source(operations, kernels or ())
+    return _Run(FuzzReport(seed), kernels, device, truth, source, thorough=True).over([number])
 
 
 class _Source:
     """What calls are drawn of: all functions, or those of some operations."""
 
-    def __init__(self, asked: Sequence[str]) -> None:
-        self.asked = tuple(asked)
+    def __init__(self, asked: Sequence[str], kernels: Sequence[str] = ()) -> None:
+        self.asked, self.kernels = tuple(asked), tuple(kernels)
         self.operations = frozenset(name for each in asked for name in REGISTRY.operations_named(each))
+        if kernels and not asked:
+            self.operations = frozenset(
+                name for each in REGISTRY.kernels() if names_any(kernels, each) for name in each.operations
+            )
         self.functions = tuple(
             name
             for name, each in FUNCTIONS.items()
@@ -190,9 +201,10 @@ class _Source:
         )
         if asked and not self.functions:
             raise KeyError(f"{', '.join(asked)}: wanted operations of a public function; lz.register_function adds one")
+        self.narrow = bool(self.functions)
 
     def call(self, seed: int, number: int, data: int, device: torch.device | str) -> RandomCall:
-        function = self.functions[number % len(self.functions)] if self.asked else None
+        function = self.functions[number % len(self.functions)] if self.narrow else None
         return _cast(random_call(seed, number, function=function, data=data, device=device), f"{seed}:{number}:casts")
 
     def numbers(self, first: int, calls: int, seed: int, device: torch.device | str) -> Iterator[int]:
@@ -201,7 +213,7 @@ class _Source:
         for number in count(first):
             if found == calls or left_out == DRAWS:
                 return
-            wanted = not self.asked or self._routed(self.call(seed, number, 0, device)) in self.operations
+            wanted = not self.narrow or self._routed(self.call(seed, number, 0, device)) in self.operations
             found, left_out = (found + 1, 0) if wanted else (found, left_out + 1)
             if wanted:
                 yield number
@@ -324,7 +336,7 @@ class _Run:
         for problem in problems:
             failure = Failure(
                 *(self.report.seed, self.number, kernel_id, way, problem, call.text),
-                *(self.source.asked, str(self.device)),
+                *(self.source.asked, self.source.kernels, str(self.device)),
             )
             self.report.failures.append(failure)
 
