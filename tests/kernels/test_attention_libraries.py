@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import stat
 import sys
 import threading
@@ -16,12 +17,15 @@ from operator_schemas import FA2_SCHEMA, FA3_SCHEMA, Operator
 from layerzero.backends import shape_cache, xformers
 from layerzero.backends.flash_attn import attention as flash_attn
 from layerzero.backends.flash_attn import cute as flash_attn_cute
+from layerzero.backends.flashinfer import varlen
 from layerzero.backends.shape_cache import Prepared
 from layerzero.backends.torch.attention import sdpa_operator
 from layerzero.backends.vllm import flash_attn as vllm_flash_attn
+from layerzero.backends.vllm import paged as vllm_paged
 from layerzero.core.fact_reads import EVERYTHING, reads_of
 from layerzero.core.reasons import ReasonCode
-from layerzero.ops.attention.reference import attention_reference
+from layerzero.ops.attention.reference import attention_reference, with_lse
+from layerzero.ops.cascade import merge_attention_states
 
 
 def meaning(given, names):
@@ -75,17 +79,58 @@ def test_vllm_v2_gives_its_operator_each_argument_in_its_place(monkeypatch, call
 
 
 def test_version_3_sums_sinks_alone_where_a_whole_tile_of_queries_sees_no_key():
-    """As its kernel leaves them: -inf of a tile without keys, +inf of a sum beyond what exp can hold."""
+    """As kernels leave them: -inf of a tile without keys, +inf of a sum beyond what exp can hold."""
     output, sinks = torch.randn(2, 5, 3, 8), torch.tensor([0.5, -2.0, 1.0]).bfloat16()
     lse = torch.randn(2, 3, 5)
     given = lse.clone()
     given[:, :, 0], given[0, 1, 1] = -torch.inf, torch.inf
     lse[:, :, 0], lse[0, 1, 1] = sinks.float(), -2.0
-    assert torch.equal(vllm_flash_attn.with_lse_of_sinks(output, given, sinks)[1], lse)
-    by_token = vllm_flash_attn.with_lse_of_sinks(output[0], given[0], sinks)[1]
+    assert torch.equal(with_lse(output, given, sinks)[1], lse)
+    by_token = with_lse(output[0], given[0], sinks)[1]
     assert torch.equal(by_token, lse[0])
     lse[:, :, 0], lse[0, 1, 1] = -torch.inf, -torch.inf
-    assert torch.equal(vllm_flash_attn.with_lse_of_sinks(output, given, None)[1], lse)
+    assert torch.equal(with_lse(output, given)[1], lse)
+
+
+def test_scores_of_nan_have_a_log_sum_of_nan_and_values_of_nan_do_not():
+    """Kernels give either infinity, or the sum of other parts; one column of values leaves what is summed alone."""
+    output, lse = torch.randn(2, 5, 3, 8), torch.randn(2, 3, 5)
+    output[0, 1, 2], output[1, 4, 0, 0], output[1, 4, 1, 7] = torch.nan, torch.nan, torch.nan
+    for left in (-torch.inf, torch.inf, 0.5):
+        given, wanted = lse.clone(), lse.clone()
+        given[0, 2, 1], wanted[0, 2, 1] = left, torch.nan
+        assert torch.equal(with_lse(output, given)[1].nan_to_num(9.0), wanted.nan_to_num(9.0))
+        natural = varlen.natural(output[0], given[0].t() / math.log(2.0))[1]
+        torch.testing.assert_close(natural, wanted[0], equal_nan=True)
+    one = torch.full((1, 1, 1, 1), torch.nan)
+    assert with_lse(one, torch.zeros(1, 1, 1))[1].isnan().all(), "one column is the first and the last"
+
+
+def test_vllms_merge_keeps_nan_next_to_a_part_without_keys(monkeypatch):
+    """Its kernel takes the larger of both as fmax does, and the first part where that is infinite."""
+
+    def merged(output, lse, output_a, lse_a, output_b, lse_b, tokens, scale):
+        most = torch.fmax(lse_a, lse_b)
+        shares = (lse_a - most).exp(), (lse_b - most).exp()
+        parts = [(each / sum(shares)).t().unsqueeze(-1) for each in shares]
+        first = most.isinf().t().unsqueeze(-1)
+        output.copy_(torch.where(first, output_a, parts[0] * output_a + parts[1] * output_b))
+        lse.copy_(torch.where(most.isinf(), most, sum(shares).log() + most))
+
+    operator = types.SimpleNamespace(merge_attn_states=types.SimpleNamespace(default=merged))
+    monkeypatch.setattr(vllm_paged, "operators", lambda *_: operator)
+    run = vllm_paged._load_merge(None)
+    sums = torch.tensor([-torch.inf, torch.nan, 0.5])
+    lse_a, lse_b = (each.contiguous() for each in torch.meshgrid(sums, sums, indexing="ij"))
+    parts = []
+    for lse in (lse_a, lse_b):
+        of_rows = lse.t().unsqueeze(-1)
+        parts.append(
+            torch.randn(3, 3, 8).masked_fill(of_rows == -torch.inf, 0.0).masked_fill(of_rows.isnan(), torch.nan)
+        )
+    wanted = merge_attention_states(parts[0], lse_a, parts[1], lse_b)
+    for left, right in zip(run(parts[0], lse_a, parts[1], lse_b), wanted, strict=True):
+        torch.testing.assert_close(left, right, equal_nan=True)
 
 
 def check_library(load, call):
@@ -130,8 +175,8 @@ def test_flash_attention_4_is_called_through_its_package_once(monkeypatch):
             sink = rest[7]
             result = attention_reference(q, k, v, causal=key[0], scale=scale, sinks=sink, return_lse=True)
             out.copy_(result[0])
-            if lse is not None:
-                lse.copy_(result[1])
+            if lse is not None:  # as Softmax.finalize in flash_attn/cute/softmax.py has it
+                lse.copy_(result[1].nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf))
 
         return function
 
@@ -142,10 +187,11 @@ def test_flash_attention_4_is_called_through_its_package_once(monkeypatch):
     run = flash_attn_cute._load(facts_of(query, key, value, sinks=torch.zeros(4), **call))
     for sink in (torch.rand(4), torch.nn.Parameter(torch.rand(4))):
         query, key, value = (torch.randn_like(tensor) for tensor in (query, key, value))
+        query[0, 2, 1, 3] = torch.nan
         got = run(query, key, value, sinks=sink, **call)
         wanted = attention_reference(query, key, value, sinks=sink.detach(), **call)
-        torch.testing.assert_close(got[0], wanted[0], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(got[1], wanted[1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got[0], wanted[0], atol=1e-5, rtol=1e-5, equal_nan=True)
+        torch.testing.assert_close(got[1], wanted[1], atol=1e-5, rtol=1e-5, equal_nan=True)
     assert compiled == [(True, True)]
     assert list(forward.compile_cache) == [(True, True)], "the package keeps what was compiled"
     assert [(scale, [each for each in rest if each is not None]) for scale, rest in given] == [

@@ -8,8 +8,11 @@ import torch
 import layerzero as lz
 from drawing import at_once
 from layerzero.backends import builtin_kernels
+from layerzero.core.device import Device
+from layerzero.core.facts import FactsBuilder
 from layerzero.core.kernel import Trust
 from layerzero.core.reasons import ReasonCode as Code
+from layerzero.engine.legality import limit_findings
 from layerzero.engine.registry import REGISTRY
 
 LIBRARIES = {
@@ -76,6 +79,7 @@ CASES = [
     ("flash_attn.v2", "A100", {"libraries": {**LIBRARIES, "flash-attn": "2.6.3"}}, {Code.VERSION_UNSUPPORTED}),
     ("flash_attn.v2", "H100", {"alibi_slopes": meta(8), "return_lse": True}, {Code.LSE_UNSUPPORTED}),
     ("flash_attn.v2", "H100", {"alibi_slopes": meta(8), "return_lse": True, "causal": False}, set()),
+    ("flash_attn.v2", "H100", {"softcap": 30.0, "dropout_p": 0.1}, {Code.SOFTCAP_UNSUPPORTED}),
     ("flash_attn.v2", "H100", OPEN_WINDOW | ONE, set()),
     ("flash_attn.v2", "H100", OPEN_WINDOW | MORE_QUERIES, {Code.WINDOW_UNSUPPORTED}),
     ("flash_attn.v2", "MI300X", {}, set()),
@@ -261,3 +265,35 @@ def test_a_cudnn_that_torch_was_not_built_for_is_no_stock_and_no_error(monkeypat
     monkeypatch.setattr(torch.backends.cudnn, "version", version)
     report = lz.explain("attention", query, query, query, layout="BSHD", device="H100", libraries={"torch": "2.11.0"})
     assert report.kernel_id == "torch.sdpa.flash"
+
+
+@pytest.mark.parametrize(("kernel", "name", "tensor", "code"), [
+    ("flash_attn.v2", "alibi_slopes", torch.zeros(16)[::2], Code.STRIDE_LAST_DIM),
+    ("flash_attn.v4.sm90", "sinks", torch.zeros(9, dtype=torch.bfloat16)[1:], Code.MISALIGNED),
+])  # fmt: skip
+def test_what_a_library_would_copy_or_refuse_is_copied_before(kernel, name, tensor, code):
+    """Slopes that step, and sinks off 4 bytes, whose copy FlashAttention 4 would have been called with."""
+    tensors = [torch.zeros(2, 64, heads, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    operation = REGISTRY.operation("attention.gqa.prefill")
+    facts = FactsBuilder(operation).build(*tensors, **{name: tensor}, device=Device.named("H100"), layout="BSHD")
+    findings = limit_findings(REGISTRY.kernel(kernel), facts)
+    assert [(each.reason.code, each.repair and each.repair.argument) for each in findings] == [(code, name)]
+
+
+def test_flash_attention_4_takes_no_sinks_of_float64_of_sequences():
+    tensors, starts = [meta(64, heads, 128) for heads in (8, 2, 2)], meta(3, dtype=torch.int32)
+    sinks = meta(8, dtype=torch.float64)
+    given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "sinks": sinks}
+    report = lz.explain("ragged_attention", *tensors, **given, device="H100", libraries=LIBRARIES)
+    assert Code.CONSTRAINT_FAILED in {reason.code for reason in report.reasons("flash_attn.v4.ragged")}
+
+
+@pytest.mark.parametrize("kernel", ["vllm.merge_states", "flashinfer.merge_states"])
+def test_states_are_merged_as_far_as_32_bits_reach(kernel):
+    def refused(tokens):
+        output, lse = meta(tokens, 64, 128), meta(64, tokens, dtype=torch.float32)
+        report = lz.explain("merge_attention_states", output, lse, output, lse, device="H100", libraries=LIBRARIES)
+        return {reason.code for reason in report.reasons(kernel)} - {Code.JIT_DISABLED}
+
+    assert refused(2**19 - 1) == set()
+    assert refused(2**19) == {Code.CONSTRAINT_FAILED}

@@ -218,7 +218,8 @@ ALIBI_WITHOUT_LSE = limit.rule(
     lambda facts: facts["alibi_slopes"] == "none" or not facts["return_lse"] or facts.get("causal") is not True,
     "LSE_UNSUPPORTED",
 )
-"""What FlashAttention 2 cannot give, in its own package and in others that ship it."""
+OF_SLOPES: tuple[limit.Limit, ...] = (limit.last_stride_one("alibi_slopes"), ALIBI_WITHOUT_LSE)
+"""What FlashAttention 2 demands of slopes, in its own package and in others that ship it."""
 
 WINDOW_WITHOUT_CAUSAL = limit.rule(
     "window: causal, or no more queries than keys",
@@ -277,8 +278,14 @@ KERNELS = (
             x=(("seq_q", 64),), y=("batch",), z=("heads",)
         ),  # flash_fwd_launch_template.h; Dao-AILab/flash-attention#1786
         *_SHAPES,
-        ALIBI_WITHOUT_LSE,
+        *OF_SLOPES,
         WINDOW_WITHOUT_CAUSAL,
+        # mha_fwd checks it (csrc/flash_attn/flash_api.cpp)
+        limit.rule(
+            "softcap: None with dropout",
+            lambda facts: facts["softcap"] is None or not facts["dropout_p"],
+            "SOFTCAP_UNSUPPORTED",
+        ),
         limit.rule(
             "softcap: None on ROCm",
             lambda facts: facts.device.platform != "rocm" or facts["softcap"] is None,

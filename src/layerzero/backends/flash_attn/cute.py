@@ -37,6 +37,7 @@ from layerzero.core.limit_kinds import Limit
 from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.limits import LseWithoutGradient
+from layerzero.ops.attention.reference import with_lse
 
 FLASH_ATTN_4 = Backend(
     name="flash_attn",
@@ -114,7 +115,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         known = last  # once: another thread may write it
         if known[0] == about:
             known[1](query, key, value, output, lse, *known[2], sinks, *known[3])
-            return (output, lse) if return_lse else output
+            return output if lse is None else with_lse(output, lse, sinks)
         own = {"learnable_sink": sinks, "num_splits": 1, "return_lse": return_lse, "out": output, "lse": lse}
         with recording:
             forward(query, key, value, **own, **of_v4(**scores))
@@ -124,7 +125,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         if (*given[:2], given[2] is lse, given[3] is sinks) != (key.shape, output.data_ptr(), True, True):
             raise RuntimeError("flash_attn.cute calls its compiled function with other arguments than 4.0.0b36 does")
         last = about, function, arguments[_CONSTANT_FROM:_SINK], arguments[_SINK + 1 :]
-        return (output, lse) if return_lse else output
+        return output if lse is None else with_lse(output, lse, sinks)
 
     return v4
 
@@ -166,6 +167,18 @@ def _build_key(facts: Facts) -> Hashable:
     )
 
 
+OF_SINKS: tuple[Limit, ...] = (
+    limit.contiguous("sinks"),
+    limit.rule(
+        "sinks: float16, bfloat16 or float32",
+        lambda facts: (
+            "sinks" not in facts.tensors
+            or facts.tensors["sinks"].dtype in (torch.float16, torch.bfloat16, torch.float32)
+        ),
+        got=lambda facts: str(facts.tensors["sinks"].dtype),
+    ),
+)
+
 _TENSORS = ("query", "key", "value")
 
 
@@ -183,16 +196,9 @@ def _kernel(kernel_id: str, aliases: tuple[str, ...], priority: int, *limits: Li
         ),
         limit.positive("scale"),
         limit.last_stride_one(*_TENSORS),
-        limit.aligned(16, *_TENSORS),  # it copies otherwise, and what was recorded would not
-        limit.contiguous("sinks"),
-        limit.rule(
-            "sinks: float16, bfloat16 or float32",
-            lambda facts: (
-                "sinks" not in facts.tensors
-                or facts.tensors["sinks"].dtype in (torch.float16, torch.bfloat16, torch.float32)
-            ),
-            got=lambda facts: str(facts.tensors["sinks"].dtype),
-        ),
+        limit.aligned(16, *_TENSORS),  # it copies otherwise, sinks as well, and what was recorded would not
+        *OF_SINKS,
+        limit.aligned(4, "sinks"),
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "sinks", "return_lse"),
         graph_safe=True,

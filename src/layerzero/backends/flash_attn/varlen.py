@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.flash_attn import attention
-from layerzero.backends.flash_attn.cute import FLASH_ATTN_4, of_v4
+from layerzero.backends.flash_attn.cute import FLASH_ATTN_4, OF_SINKS, of_v4
 from layerzero.backends.shape_cache import stamps
 from layerzero.backends.torch.varlen import longest_of_v2, longest_or, longest_queries
 from layerzero.core import limits as limit
@@ -128,7 +128,7 @@ def _load_v4(facts: Facts) -> Callable[..., Any]:
             "max_seqlen_k": longest_or(max_seqlen_k, len(key)),
         }
         output, lse, *_ = forward(query, key, value, **own, **longest, **of_v4(**scores))
-        return with_lse(output, lse) if return_lse else output
+        return with_lse(output, lse, sinks) if return_lse else output
 
     return run
 
@@ -216,7 +216,7 @@ KERNELS = (
         ragged.RAGGED,
         _load_v2,
         accepts=(*_SCORES, "max_seqlen_k", "alibi_slopes"),
-        limits=(limit.arch(min=(8, 0)), *_RAGGED, attention.ALIBI_WITHOUT_LSE, *attention.WITH_GRADIENTS),
+        limits=(limit.arch(min=(8, 0)), *_RAGGED, *attention.OF_SLOPES, *attention.WITH_GRADIENTS),
         grad=True,
         priority=70,
         priority_since={(9, 0): 54, (12, 0): 70},  # as for dense calls
@@ -226,7 +226,7 @@ KERNELS = (
         ragged.RAGGED,
         _load_v4,
         accepts=(*_SCORES, "max_seqlen_k", "sinks"),
-        limits=(*_HOPPER, *_RAGGED, limit.contiguous("sinks")),
+        limits=(*_HOPPER, *_RAGGED, *OF_SINKS),
         **_COMPILED,
         priority=50,
     ),

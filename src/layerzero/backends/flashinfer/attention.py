@@ -34,6 +34,7 @@ from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit_kinds import Limit, OfTensors
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.ops.attention import declare as attention
+from layerzero.ops.attention.reference import lse_of_spoiled_rows
 
 FLASHINFER = Backend(
     name="flashinfer",
@@ -68,9 +69,10 @@ def _packed(mask: Tensor, batch: int, seq_q: int, seq_k: int) -> Tensor:
     return packed
 
 
-def _natural(lse: Tensor, batch: int) -> Tensor:
-    """(tokens, H) in base 2 to (B, H, S_q) in base e."""
-    return lse.mul_(_LN_2).view(batch, -1, lse.shape[-1]).transpose(1, 2)
+def _natural(output: Tensor, lse: Tensor) -> Tensor:
+    """(tokens, H) in base 2 to (B, H, S_q) in base e; of parts that it merges, those of NaN are left out."""
+    natural = lse.mul_(_LN_2).view(len(output), -1, lse.shape[-1]).transpose(1, 2)
+    return lse_of_spoiled_rows(output.transpose(1, 2), natural)
 
 
 def _loader(backend: str) -> Callable[[Facts], Callable[..., Any]]:
@@ -103,7 +105,7 @@ def _load_single(backend: str, facts: Facts) -> Callable[..., Any]:
             *(None, variant.softcap, variant.scale, None, None, None),  # ALiBi before, scales of q, k and v behind
             *_UNTURNED,
         )
-        return output if lse is None else (output, _natural(lse, 1))
+        return output if lse is None else (output, _natural(output, lse))
 
     return single
 
@@ -135,7 +137,7 @@ def _load_batch(backend: str, facts: Facts) -> Callable[..., Any]:
             *(None,) * 4,  # ALiBi, and three lists for scoring many items at once
             *(variant.softcap, variant.scale, *_UNTURNED, 0),
         )
-        return output if lse is None else (output, _natural(lse, batch))
+        return output if lse is None else (output, _natural(output, lse))
 
     return ragged
 
@@ -155,7 +157,7 @@ def _load_decode(facts: Facts) -> Callable[..., Any]:
             *(None if lse is None else lse[0], None),  # ALiBi
             *(_NHD, variant.left, variant.softcap, variant.scale, *_UNTURNED),
         )
-        return output if lse is None else (output, _natural(lse, 1))
+        return output if lse is None else (output, _natural(output, lse))
 
     return decode
 

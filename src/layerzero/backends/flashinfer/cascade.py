@@ -28,16 +28,18 @@ from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt, is_built, pod_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, workspace
 from layerzero.backends.flashinfer.plan import Staging
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.core import limits as limit
 from layerzero.core.errors import refuse
 from layerzero.core.facts import Facts
+from layerzero.ops.attention.reference import lse_of_spoiled_rows
 from layerzero.ops.cascade import CASCADE, MERGE_STATES
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.step import StepMetadata
 
 _LN_2, _LOG2_E = math.log(2.0), math.log2(math.e)
 _NOTHING = -1e30
-"""What stands for -inf in its merge: next to it any other part has all the weight, and two of them make it again."""
+"""What stands for -inf in its merge: next to it any other part has all the weight."""
 
 
 class _Cascade:
@@ -98,7 +100,8 @@ def _load_cascade(facts: Facts) -> Callable[..., Any]:
         output, lse = both.prefix.run(tokens, caches, return_lse=True)
         if shared_blocks < block_tables.shape[1]:
             merge_state_in_place(output, lse, *both.rest.run(tokens, caches, return_lse=True))
-        return (output.unsqueeze(1), (lse * _LN_2).unsqueeze(-1)) if return_lse else output.unsqueeze(1)
+        natural = lse_of_spoiled_rows(output, lse * _LN_2).unsqueeze(-1) if return_lse else None
+        return output.unsqueeze(1) if natural is None else (output.unsqueeze(1), natural)
 
     return run
 
@@ -108,8 +111,8 @@ def _load_merge(facts: Facts) -> Callable[..., Any]:
 
     def run(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         sums = [(lse.t() * _LOG2_E).clamp(min=_NOTHING).contiguous() for lse in (lse_a, lse_b)]
-        output, lse = merge_state(output_a, sums[0], output_b, sums[1])
-        return output, torch.where(lse <= 0.5 * _NOTHING, -torch.inf, lse * _LN_2).t().contiguous()
+        # its own sum leaves NaN out; the output is NaN there, whatever the share
+        return merge_state(output_a, sums[0], output_b, sums[1])[0], torch.logaddexp(lse_a, lse_b)
 
     return run
 
@@ -163,12 +166,12 @@ def _load(facts: Facts) -> Callable[..., Any]:
         if decodes in (0, len(context_lens)):
             whole = step.slot((owner, "whole"), lambda each: varlen.PlannedPages(each, arguments, page_size, "fa2"))
             result = whole.run(query, caches, return_lse=return_lse)
-            return (result[0], varlen.natural(result[1])) if return_lse else result
+            return varlen.natural(*result) if return_lse else result
         both = step.slot((owner, decodes), lambda each: _Pod(each, arguments, page_size, decodes))
         result = both.run(query[decodes:], query[:decodes], caches, return_lse=return_lse)
         outputs, sums = result if return_lse else (result, None)
         output = torch.cat(outputs[::-1])  # decodes come first in the batch
-        return output if sums is None else (output, varlen.natural(torch.cat(sums[::-1])))
+        return output if sums is None else varlen.natural(output, torch.cat(sums[::-1]))
 
     return run
 
@@ -195,6 +198,7 @@ KERNELS = (
         _MERGED_HEADS,
         limit.contiguous("output_a", "output_b"),
         limit.aligned(16, "output_a", "output_b"),
+        ElementsBelow(2**32, ("tokens", "heads", "value_dim")),  # of 32 bits is where a head starts (cascade.cuh)
         deterministic=True,
         build_key=lambda facts: ("merge", facts.device.sm),
         prebuilt=_merge_built,

@@ -24,6 +24,7 @@ from layerzero.backends.flashinfer.varlen import ARCHITECTURES, pages_of
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
+from layerzero.ops.attention.reference import lse_of_spoiled_rows
 from layerzero.ops.latent import NAME, WIDTHS
 from layerzero.ops.paged.step import StepMetadata
 
@@ -86,7 +87,8 @@ def _load(facts: Facts, backend: str) -> Callable[..., Any]:
         )
         if not return_lse:
             return result.view(q_nope.shape)
-        return result[0].view(q_nope.shape), result[1].view(q_nope.shape[:3]).transpose(1, 2).contiguous()
+        lse = lse_of_spoiled_rows(*result).view(q_nope.shape[:3])
+        return result[0].view(q_nope.shape), lse.transpose(1, 2).contiguous()
 
     return run
 

@@ -29,6 +29,7 @@ from layerzero.core.handle import CAPTURABLE, Handle
 from layerzero.core.kernel import Kernel
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
+from layerzero.ops.attention.reference import lse_of_spoiled_rows
 from layerzero.ops.cascade import FLAT
 from layerzero.ops.paged.step import StepMetadata
 
@@ -153,7 +154,7 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
         result = planned.run(query.squeeze(1), (key_cache, value_cache), return_lse=return_lse)
         if not return_lse:
             return result.unsqueeze(1)
-        return result[0].unsqueeze(1), (result[1] * math.log(2)).unsqueeze(-1)
+        return result[0].unsqueeze(1), lse_of_spoiled_rows(result[0], result[1] * math.log(2)).unsqueeze(-1)
 
     return decode
 

@@ -28,6 +28,7 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Tolerance
 from layerzero.ops.attention.declare import TOLERANCE
+from layerzero.ops.attention.reference import lse_of_spoiled_rows
 from layerzero.ops.paged.quantized import DECODE, PREFILL, SCALES_OF_HEADS, by_key_head, of_heads, scales_of_heads
 from layerzero.ops.paged.step import StepMetadata
 
@@ -65,7 +66,7 @@ def _load_decode(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
         if not return_lse:
             return scale_output(result, value_scale, kv_heads).unsqueeze(1)
         output = scale_output(result[0], value_scale, kv_heads)
-        return output.unsqueeze(1), (result[1] * math.log(2)).unsqueeze(-1)
+        return output.unsqueeze(1), lse_of_spoiled_rows(output, result[1] * math.log(2)).unsqueeze(-1)
 
     return decode
 
@@ -85,7 +86,7 @@ def _load_tokens(facts: Facts) -> Callable[..., Any]:
         result = planned.run(scaled_query(query, key_scale, kv_heads), (key_cache, value_cache), return_lse=return_lse)
         if not return_lse:
             return scale_output(result, value_scale, kv_heads)
-        return scale_output(result[0], value_scale, kv_heads), varlen.natural(result[1])
+        return varlen.natural(scale_output(result[0], value_scale, kv_heads), result[1])
 
     return run
 

@@ -15,7 +15,6 @@ Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -26,6 +25,7 @@ from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import blocks_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, planned_for, workspace
 from layerzero.backends.flashinfer.plan import Staging
+from layerzero.backends.flashinfer.varlen import natural
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.sparse.declare import NAME, BlockPattern
@@ -80,7 +80,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
         alone = functools.partial(BlockPattern, block_indptr, block_indices)
         planned = planned_for(block_pattern, alone, owner, query, make)
         result = planned.run(query, key, value, return_lse=return_lse)
-        return (result[0], (result[1] * math.log(2)).t().contiguous()) if return_lse else result
+        return natural(*result) if return_lse else result
 
     return run
 

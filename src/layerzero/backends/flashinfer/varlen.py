@@ -35,6 +35,7 @@ from layerzero.core.errors import InvalidCallError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Limit
+from layerzero.ops.attention.reference import lse_of_spoiled_rows
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.step import StepMetadata
 from layerzero.ops.ragged import declare as ragged
@@ -186,9 +187,12 @@ def of_decode(arguments: dict[str, Any], page_size: int) -> dict[str, Any]:
     return kept | {"head_dim": arguments["head_dim_qk"], "page_size": page_size}
 
 
-def natural(lse: Tensor) -> Tensor:
-    """(T, H) in base 2 to (H, T) in base e."""
-    return (lse * _LN_2).t().contiguous()
+def natural(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Both results, the second one from (T, H) in base 2 to (H, T) in base e: NaN where the output's row is.
+
+    Its states drop a part of NaN where they are merged (``max(s - s_max, -inf)`` in cascade.cuh and state.cuh).
+    """
+    return output, lse_of_spoiled_rows(output, lse * _LN_2).t().contiguous()
 
 
 def _load_ragged(facts: Facts, backend: str) -> Callable[..., Any]:
@@ -204,7 +208,7 @@ def _load_ragged(facts: Facts, backend: str) -> Callable[..., Any]:
         alone = functools.partial(RaggedMetadata, cu_seqlens_q, cu_seqlens_k)
         planned = planned_for(step, alone, owner, query, make)
         result = planned.run(query, key, value, return_lse=return_lse)
-        return (result[0], natural(result[1])) if return_lse else result
+        return natural(*result) if return_lse else result
 
     return run
 
@@ -238,14 +242,14 @@ def _load_paged(facts: Facts, backend: str, split: bool) -> Callable[..., Any]:
         if not split or count == 0 or count == len(context_lens):
             planned = planned_for(step, alone, owner, query, whole)
             result = planned.run(query, caches, return_lse=return_lse)
-            return (result[0], natural(result[1])) if return_lse else result
+            return natural(*result) if return_lse else result
         both = (alone() if step is None else step).slot(
             (owner, count), lambda each: _Split(each, arguments, page_size, backend, count)
         )
         output = query.new_empty((len(query), heads, value_dim))
         parts = (both.decode, slice(count)), (both.prefill, slice(count, None))
         found = [each.run(query[rows], caches, out=output[rows], return_lse=return_lse) for each, rows in parts]
-        return (output, natural(torch.cat([lse for _, lse in found]))) if return_lse else output
+        return natural(output, torch.cat([lse for _, lse in found])) if return_lse else output
 
     return run
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE, WINDOW_WITHOUT_CAUSAL
+from layerzero.backends.flash_attn.attention import OF_SLOPES, WINDOW_WITHOUT_CAUSAL
 from layerzero.backends.shape_cache import Prepared, driver_cache
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
@@ -72,20 +72,6 @@ def lengths(where: str, batch: int, seq_k: int, *, capturing: bool) -> Tensor:
 OF_LENGTHS = TABLES.before_capture("its table of lengths", _table_of)
 
 
-def with_lse_of_sinks(output: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Both results of FlashAttention 3: where a query sees no key, the sinks are all that the second one sums.
-
-    It says so of a query whose tile has keys that others see. Of a tile without any it writes -inf (store_zero in
-    hopper/epilogue_fwd.hpp), and the same may come of a sink beyond what exp can hold.
-
-    Shapes: output (B, S_q, H, D_v) or (T, H, D_v), lse (B, H, S_q) or (H, T), sinks (H,)
-    """
-    output, lse = with_lse(output, lse)
-    if sinks is None:
-        return output, lse
-    return output, torch.where(lse == -torch.inf, sinks.to(lse.dtype).unsqueeze(-1), lse)
-
-
 def _load_v3(facts: Facts) -> Callable[..., Any]:
     operator = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C").fwd.default
     where, capturing = f"cuda:{facts.device.index}", bool(facts["capturing"])
@@ -119,7 +105,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
             *(0, None, 0),  # num_splits and pack_gqa: the library's choice; sm_margin
             *(sinks, 1, 0, None),  # context parallel world size and rank, and its lengths
         )
-        return with_lse_of_sinks(output, lse, sinks) if return_lse else output
+        return with_lse(output, lse, sinks) if return_lse else output
 
     return v3
 
@@ -214,9 +200,8 @@ KERNELS = (
         _load_v2,
         *_SHAPES,
         limit.equal("value_dim", "head_dim"),
-        limit.last_stride_one("alibi_slopes"),
         limit.contiguous("kv_lens"),
-        ALIBI_WITHOUT_LSE,
+        *OF_SLOPES,
         WINDOW_WITHOUT_CAUSAL,
         layout="BSHD",
         accepts=("causal", "scale", "window", "softcap", "alibi_slopes", "kv_lens", "return_lse"),

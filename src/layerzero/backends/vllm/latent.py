@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from layerzero.backends.vllm.library import VLLM_FLASH_MLA, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
+from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.latent import COLUMNS_OF_ONE, NAME, WIDTHS, joined
 from layerzero.ops.paged.step import StepMetadata
 
@@ -52,7 +52,7 @@ def _load_flash_mla(facts: Facts) -> Callable[..., Any]:
             *(joined(q_nope, q_pe), cache, latent, context_lens, block_tables, scale, queries > 1, *known.split, None)
         )
         known.split = (split[0], split[1])
-        return (output, lse.masked_fill(lse == torch.inf, -torch.inf)) if return_lse else output
+        return with_lse(output, lse) if return_lse else output
 
     return run
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer.paged import SAME_STRIDES
+from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.shape_cache import Prepared, driver_cache
-from layerzero.backends.torch.latent_cascade import as_decode, merge, weighted
+from layerzero.backends.torch.latent_cascade import merge, weighted
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES
 from layerzero.backends.vllm.library import (
     VLLM,
@@ -231,8 +232,7 @@ def _load_cascade(facts: Facts, library: Callable[[], Forward]) -> Callable[...,
             if not return_lse:
                 return weighted(*first, second, lse_of_rest).unsqueeze(1)
             first = merge(*first, second, lse_of_rest)
-        output, lse = as_decode(*first)
-        return (output, lse) if return_lse else output
+        return _with_lse(*first) if return_lse else first[0].unsqueeze(1)
 
     return run
 
@@ -242,6 +242,8 @@ def _load_merge(facts: Facts) -> Callable[..., Any]:
 
     def run(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
         output, lse = torch.empty_like(output_a), torch.empty_like(lse_a)
+        # next to -inf it takes NaN for it, and the first part for both (merge_attn_states.cu): NaN goes into both
+        lse_a, lse_b = lse_a.clamp(lse_b, lse_a), lse_b.clamp(lse_a, lse_b)
         operator(output, lse, output_a, lse_a, output_b, lse_b, None, None)
         return output, lse
 
@@ -368,6 +370,7 @@ KERNELS = (
         limit.dim("value_dim", multiple=8),
         limit.contiguous(*_STATES),
         limit.aligned(16, "output_a", "output_b"),
+        ElementsBelow(2**32, ("tokens", "heads", "value_dim")),  # of 32 bits is where a head starts
         priority=80,
     ),
     _of_blocks(OF_V3, 3, 80),

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from layerzero.backends.flash_attn.attention import ALIBI_WITHOUT_LSE
+from layerzero.backends.flash_attn.attention import OF_SLOPES
 from layerzero.backends.shape_cache import driver_cache
 from layerzero.backends.torch.varlen import longest_of_v2, longest_or, longest_queries
-from layerzero.backends.vllm.flash_attn import FITTING_VALUES, OF_SINKS, with_lse_of_sinks
+from layerzero.backends.vllm.flash_attn import FITTING_VALUES, OF_SINKS
 from layerzero.backends.vllm.library import (
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
@@ -44,6 +44,7 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel, Trust
 from layerzero.core.limit_kinds import Limit
+from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.paged import mixed
 from layerzero.ops.ragged import declare as ragged
 
@@ -153,7 +154,7 @@ def load_ragged(facts: Facts, library: Callable[[], Forward]) -> Callable[..., A
         keys = Keys(key, value, starts_k, None, None, longest_or(max_seqlen_k, len(key)))
         scores = scored(**given)
         output, lse = forward(query, starts_q, longest_or(max_seqlen_q, len(query)), keys, scores, None)
-        return with_lse_of_sinks(output, lse, scores.sinks) if return_lse else output
+        return with_lse(output, lse, scores.sinks) if return_lse else output
 
     return run
 
@@ -174,7 +175,6 @@ HOPPER = (
     FITTING_VALUES,
 )
 AMPERE = limit.equal("value_dim", "head_dim")
-OF_SLOPES: tuple[Limit, ...] = (limit.last_stride_one("alibi_slopes"), ALIBI_WITHOUT_LSE)
 SCORES = ("causal", "scale", "window", "softcap", "return_lse", "max_seqlen_q")
 _PAGES_OF_V2 = limit.dim("page_size", multiple=16)
 _NARROWEST = limit.dim("head_dim", min=64)  # of narrower heads it left half of a page unread (H200, 2026-11-21)
@@ -230,14 +230,14 @@ def load_paged(facts: Facts, library: Callable[[], Forward], split: bool) -> Cal
         count = decodes or 0
         if not split or count == 0 or count == len(context_lens):
             output, lse = forward(query, cu_seqlens_q, longest, keys, scores, None)
-            return with_lse_of_sinks(output, lse, scores.sinks) if return_lse else output
+            return with_lse(output, lse, scores.sinks) if return_lse else output
         output = query.new_empty((len(query), heads, value_dim))
         first = keys._replace(lens=context_lens[:count], table=block_tables[:count])
         rest = keys._replace(lens=context_lens[count:], table=block_tables[count:])
         starts = cu_seqlens_q[count:] - count
         lse = _into(output[:count], forward, query[:count], cu_seqlens_q[: count + 1], 1, first, scores)
         lse_of_rest = _into(output[count:], forward, query[count:], starts, longest, rest, scores)
-        return with_lse_of_sinks(output, torch.cat((lse, lse_of_rest), 1), scores.sinks) if return_lse else output
+        return with_lse(output, torch.cat((lse, lse_of_rest), 1), scores.sinks) if return_lse else output
 
     return run
 

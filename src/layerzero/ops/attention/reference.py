@@ -164,21 +164,38 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Te
     return (weights[..., :-1] if sinks is not None else weights), lse
 
 
-def lse_of_hidden_rows(output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def lse_of_hidden_rows(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
     """Mend a log-sum-exp of FlashAttention: of a query that sees no key it says +inf, of NaN scores either infinity.
+
+    Where a query sees no key, the sinks are all that is summed. Version 3 says so of a query whose tile has keys that
+    others see. Of a tile without any it writes -inf (store_zero in hopper/epilogue_fwd.hpp). Of a sink beyond what
+    exp can hold it writes +inf, as version 4 does (``Softmax.finalize`` in flash_attn/cute/softmax.py).
+
+    Shapes: output (B, H, S_q, D_v), lse (B, H, S_q), sinks (H,) → (B, H, S_q)
+    """
+    alone = NEGATIVE_INFINITY if sinks is None else sinks.to(lse.dtype).unsqueeze(-1)
+    return lse_of_spoiled_rows(output, torch.where(lse.isinf(), alone, lse))
+
+
+def lse_of_spoiled_rows(output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Put NaN for NaN scores, of which libraries give an infinity or the sum of the others, and NaN in the output.
+
+    NaN scores spoil a whole row of the output, a NaN among values one column: the first and the last say which.
 
     Shapes: output (B, H, S_q, D_v), lse (B, H, S_q) → (B, H, S_q)
     """
-    seen = torch.where(lse == torch.inf, NEGATIVE_INFINITY, lse)
-    return torch.where(output[..., 0].isnan(), torch.nan, seen)
+    ends = output[..., :: max(output.shape[-1] - 1, 1)]
+    return torch.where(ends.isnan().all(-1), torch.nan, lse)
 
 
-def with_lse(output: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def with_lse(
+    output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Both results of a kernel of FlashAttention, the second one mended.
 
-    Shapes: output (B, S_q, H, D_v) or (T_q, H, D_v), lse (B, H, S_q) or (H, T_q)
+    Shapes: output (B, S_q, H, D_v) or (T_q, H, D_v), lse (B, H, S_q) or (H, T_q), sinks (H,)
     """
-    return output, lse_of_hidden_rows(output.transpose(-3, -2), lse)
+    return output, lse_of_hidden_rows(output.transpose(-3, -2), lse, sinks)
 
 
 def attention_fake(
