@@ -120,6 +120,28 @@ def test_tensors_beyond_an_offset_of_32_bits(kernel, power):
     assert codes(kernel, call(kernel, rows=rows - 1, hidden=8192)) == set()
 
 
+@pytest.mark.parametrize(("vocab", "dtype", "device"), [
+    (16384, BF16, "H200"), (16392, BF16, "H200"), (65536, F16, "H200"), (65544, F16, "H200"), (100352, BF16, "H200"),
+    (128256, BF16, "H200"), (151936, BF16, "H200"), (151936, F32, "H200"), (201088, BF16, "B200"),
+    (262144, BF16, "H200"), (262152, F32, "H200"), (102400, BF16, "H200"), (151936, BF16, "RTX5090"),
+])  # fmt: skip
+def test_rows_whose_cut_leaves_a_warp_without_a_class(vocab, dtype, device):
+    """What quack cuts a row into, warp by warp."""
+    logits = torch.empty(2, vocab, dtype=dtype, device="meta")
+    target = torch.empty(2, dtype=torch.int64, device="meta")
+    with lz.scope(require_vetting=False, allow_jit_compile=True):
+        report = lz.explain("cross_entropy", logits, target, device=device, libraries=LIBRARIES)
+    small = device == "RTX5090"
+    bounds = (2**14, 2**15, 2**16, 2**17) if small or dtype is not F32 else (2**14, 2**16, 2**17, 2**18)
+    blocks = next((2**number for number, most in enumerate(bounds) if vocab <= most), 8 if small else 16)
+    vector, threads = 16 // dtype.itemsize, 256 if vocab > 2**14 else 128
+    vectors = -(-vocab // (vector * threads * blocks))
+    firsts = (block * vectors * threads * vector + warp * 32 * vector
+              for block in range(blocks) for warp in range(threads // 32))  # fmt: skip
+    idle = any(first >= vocab for first in firsts)
+    assert {reason.code for reason in report.reasons("quack.cross_entropy")} == ({WRONG} if idle else set())
+
+
 @at_once("kernel, device, expected", [
     ("flashinfer.rms_norm", "A100", set()), ("flashinfer.rms_norm", "T4", {ReasonCode.SM_TOO_OLD}),
     ("vllm.rms_norm", "A100", set()), ("vllm.add_rms_norm", "T4", {ReasonCode.SM_TOO_OLD}),

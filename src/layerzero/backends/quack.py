@@ -37,6 +37,7 @@ from layerzero.backends.shape_cache import stamps, temporary
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Trust
+from layerzero.core.reasons import Reason, ReasonCode
 
 QUACK = Backend(
     name="quack",
@@ -231,6 +232,33 @@ def _loss_key(facts: Facts) -> Hashable:
     return facts.device.sm, facts["dtype"], facts.size("vocab"), target, weight, stamps()
 
 
+_THREADS, _WARP = 256, 32
+
+
+def _warps_without_classes(facts: Facts) -> Reason | None:
+    """Its forward pass cuts rows beyond 16,384 classes among blocks of a cluster, and each block among warps.
+
+    A warp without a class has a maximum of -inf, and adds exp(-inf + inf) times 0, which is NaN, to the row's sum
+    (``online_softmax_reduce`` in quack/reduce.py, ``_set_cluster_n`` in quack/cross_entropy.py). So it is where all
+    logits of a warp are -inf, which no limit sees. Of 151,936 classes in half precision the last of 16 blocks has none.
+    """
+    vocab, width, sm = facts.size("vocab"), facts.tensors["logits"].dtype.itemsize, facts.device.sm or (9, 0)
+    if vocab <= 2**14:
+        return None
+    double = width == 2 or sm[0] == 12
+    most = (2**14, 2**15, 2**16, 2**17) if double else (2**14, 2**16, 2**17, 2**18)
+    blocks = min(2 ** sum(vocab > each for each in most), 8 if sm[0] == 12 else 16)
+    step = 16 // width * _THREADS
+    last = vocab - (blocks - 1) * step * -(-vocab // (step * blocks))
+    least = 16 // width * (_THREADS - _WARP)
+    if last > least:
+        return None
+    wanted = f"more than {least} in the last of {blocks} blocks"
+    return Reason(ReasonCode.CONSTRAINT_FAILED, "vocab", wanted, f"{last} ({vocab})", _NO_NUMBER)
+
+
+_NO_NUMBER = "warps of the kernel without a class make NaN of a row's loss"
+
 _AFFINE = (limit.one_of("weight", "float"), limit.one_of("bias", "float"))
 _LOGITS = ("logits",)
 
@@ -253,6 +281,7 @@ KERNELS = (
             limit.contiguous("logits", "target", "weight"),
             RowsAligned(_LOGITS, size="vocab"),
             limit.dim("vocab", multiple=8),
+            limit.Custom("vocab: classes for every warp of the forward pass", _warps_without_classes),
             accepts=("weight", "ignore_index", *(() if rows else ("reduction",))),
             grad=True,
             build_key=_loss_key,
