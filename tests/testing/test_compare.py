@@ -77,3 +77,16 @@ print("further")
 """
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (child.stdout, child.returncode) == ("no further\n", -signal.SIGSEGV), child.stderr
+
+
+@pytest.mark.parametrize(("steps", "right"), [(6, True), (1000, False)])
+def test_a_result_may_be_as_far_as_what_the_call_brings_is_known(steps, right):
+    """Two scores of 40, each some steps of float32 to its own side: no kernel knows them to less than a few."""
+    query, values = torch.full((1, 2, 1, 64), 5.0), torch.tensor([2.0, -2.0]).view(1, 2, 1, 1).expand(1, 2, 1, 64)
+    arguments = {"query": query, "key": torch.ones(1, 2, 1, 64), "value": values, "causal": False, "layout": "BSHD"}
+    truth = expected(RandomCall("attention", arguments, "two equal scores"))
+    off = steps * torch.finfo(torch.float32).eps
+    scores = 40.0 * torch.tensor([1.0 + off, 1.0 - off], dtype=torch.float64)
+    got = (scores.softmax(0) @ values[0, :, 0].double()).expand(1, 2, 1, 64).float()
+    assert difference(got, truth.results[0], torch.float32, truth.tolerance), "else this call shows nothing"
+    assert (truth.problem("output", got, truth.results[0], torch.float32) == "") is right
