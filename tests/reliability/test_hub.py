@@ -266,3 +266,9 @@ def test_a_signature_that_verifies_is_noted_and_its_publisher_is_asked_for(tmp_p
     build = checks.checked(next(iter(checks.repositories(tmp_path))), [f"{OWNER}/*"], None)
     assert build.signed
     assert asked == [((place / "metadata.json").read_bytes(), b"signed", DEFAULT_POLICIES)]
+
+
+def test_what_quantises_by_scales_of_its_own_has_no_adapter():
+    """Rows of zeros have the least scale of ``lz.quantize``; fp8-fbgemm and finegrained-fp8 give 2e-15 and 0."""
+    assert lz.quantize(torch.zeros(2, 32), "fp8_e4m3", per="row")[1].tolist() == [[pytest.approx(1 / (448 * 512))]] * 2
+    assert {"fp8-fbgemm", "finegrained-fp8"}.isdisjoint(checks.ADAPTERS)

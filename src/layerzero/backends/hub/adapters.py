@@ -6,9 +6,9 @@ activation: gates and activations with vLLM's signatures, which write into a ten
 ``silu_and_mul`` alone (activation_cpu), with AVX512-BF16 for bfloat16 and torch's own operators else. A build that has
 no shared library may run anywhere; its limits are those of the strictest build.
 
-fp8-fbgemm (quantizer.py) and finegrained-fp8 (utils.py): Triton kernels that quantise to float8.
-``quantize_fp8_per_row`` gives the scale of each row, ``fp8_act_quant`` that of each block of a row; both are what the
-numbers are multiplied with afterwards.
+fp8-fbgemm (quantizer.py) and finegrained-fp8 (utils.py) have no adapter. Scales of small rows and blocks are their own:
+``lz.quantize`` has vLLM's bound of 1 / (448 * 512), they have smaller ones, or 0. ``quantize_fp8_per_row`` makes a
+number of NaN, too (``tl.clamp``).
 
 flash-attn2 and flash-attn3: ``flash_attn_func`` has the arguments of flash-attn 2.8 and flash-attn-3 3.0, gives the
 same results, and has the packages' limits.
@@ -31,8 +31,8 @@ tables have one dtype there, so that half precision needs tables in half precisi
 vllm-moe (fused_moe.py): vLLM's Triton products of experts with a gate between them. ``fused_experts`` takes weights
 (E, 2 I, H) and (E, H, I), gate first, as ``moe.experts`` does. Experts that are elsewhere get a number more, which
 ``expert_map`` sends nowhere.
-Library: activation and vllm-moe are vLLM's, Apache-2.0; rmsnorm and finegrained-fp8 Apache-2.0; the products of four
-bits MIT; the others BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
+Library: activation and vllm-moe are vLLM's, Apache-2.0; rmsnorm Apache-2.0; the products of four bits MIT; the others
+BSD-3-Clause, arXiv:2307.08691 and arXiv:2407.08608.
 """
 
 from __future__ import annotations
@@ -94,45 +94,6 @@ def activation(build: Build) -> Sequence[Kernel]:
         build.kernel("gelu", "activation.gelu", load=load("gelu", halves=False), limits=rows, **given),
         build.kernel("silu", "activation.silu", load=load("silu", halves=False), limits=rows),
     ]
-
-
-_NARROW = (limit.arch(min=(8, 9)), _DTYPES, limit.contiguous("input"))
-
-
-def quantization(build: Build) -> Sequence[Kernel]:
-    """Declare what the repository serves."""
-    load, name, per = (_load_rows, "rows", "row") if build.name == "fp8-fbgemm" else (_load_blocks, "blocks", "block")
-    return (
-        build.kernel(
-            f"quantize_{name}",
-            "quantize.fp8_e4m3",
-            load=lambda facts: load(build, facts),
-            accepts=("per",) if per == "row" else ("per", "block_size"),
-            limits=(*_NARROW, limit.one_of("per", per), limit.absent("scale")),
-            jit=True,
-            cache_folder=triton_cache,
-        ),
-    )
-
-
-def _load_rows(build: Build, facts: Facts) -> Callable[..., Any]:
-    compute, features = build.module().quantize_fp8_per_row, facts.size("features")
-
-    def run(input: Tensor, *, per: str) -> tuple[Tensor, Tensor]:
-        output, scale = compute(input.view(-1, features))
-        return output.view(input.shape), scale.view(*input.shape[:-1], 1)
-
-    return run
-
-
-def _load_blocks(build: Build, facts: Facts) -> Callable[..., Any]:
-    compute = build.module().fp8_act_quant
-
-    def run(input: Tensor, *, per: str, block_size: int) -> tuple[Tensor, Tensor]:
-        output, scale = compute(input, block_size)
-        return output, scale
-
-    return run
 
 
 _OF = {"flash-attn2": ("flash_attn.v2", dense.run_v2), "flash-attn3": ("flash_attn.v3", dense.run_v3)}
@@ -348,10 +309,8 @@ def _by_block(build: Build, facts: Facts) -> tuple[Pack, Product]:
 
 ADAPTERS: dict[str, Callable[[Build], Sequence[Kernel]]] = {
     "activation": activation,
-    "finegrained-fp8": quantization,
     "flash-attn2": attention,
     "flash-attn3": attention,
-    "fp8-fbgemm": quantization,
     "layer-norm": norms,
     "quantization-bitsandbytes": four_bits,
     "quantization-gptq": four_bits,
