@@ -315,6 +315,22 @@ def test_a_difference_within_the_noise_is_no_headline():
     )
 
 
+def test_calls_that_have_one_name_are_counted_each_for_itself():
+    quick, slow = (Line("a.quick", "timed", chosen, 10.0, 10.0, 0.01, 20) for chosen in (True, False))
+    other = Line("b.other", "timed", True, 30.0, 30.0, 0.01, 20)
+    calls = [(quick, Line(TORCH, "timed", False, 20.0, 20.0, 0.01, 20)), (quick,), (slow, other)]
+    found = [Benched("zork one", "zork", {}, None, None, lines, {}, "a.quick") for lines in calls]
+    _, gains, choices = answer_of(found, "zork")
+    assert gains == "They are 2.00x as quick as torch's own function in the mean, at most 2.00x (zork one)."
+    assert choices.startswith("LayerZero now chooses the fastest, or one within 5% of it, in 2 of 3 calls; in 1 it ")
+    assert "at most 3.00x (zork one)" in choices
+
+
+def test_a_ceiling_that_memory_did_not_hold_is_told():
+    found = dataclasses.replace(FOUND[0], work=Work(bytes=1000.0, flops=1.0), ceiling=None)
+    assert bench_tables.described(found).endswith("ceiling not measured: too little memory")
+
+
 def test_tune_tells_no_winner_within_the_noise(tuned):
     found = tuned.contests[0]
     kernel = found.entries[0].kernel

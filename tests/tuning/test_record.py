@@ -15,7 +15,7 @@ import layerzero as lz
 from layerzero.core.recipe import CallRecipe, TensorRecipe
 from layerzero.engine.dispatch import ENGINE
 from layerzero.engine.functions import CALLS
-from layerzero.tuning.measurement.workload import FORMAT, Manifest, Recorded, jobs_of, jobs_of_file
+from layerzero.tuning.measurement.workload import FORMAT, Manifest, Recorded, every_call_of, jobs_of, jobs_of_file
 from others import OTHERS
 
 
@@ -153,6 +153,29 @@ def test_what_is_no_manifest_is_refused(tmp_path):
     good.save(file)
     with pytest.raises(ValueError, match="of the model 'llama', got one of ''"):
         Manifest.load(file, model="llama")
+
+
+def test_a_manifest_that_is_no_text_is_an_error_that_names_the_file(tmp_path):
+    file = tmp_path / "workload.json"
+    file.write_bytes(b'{"format":1,"created_unix_s":1.0,"layerzero":"\xff","calls":[]}')
+    with pytest.raises(ValueError, match=r"workload\.json: wanted a manifest that lz\.record wrote: "):
+        Manifest.load(file)
+
+
+def test_calls_of_the_same_sizes_have_names_of_their_own():
+    query = torch.randn(1, 8, 4, 16)
+    with lz.record() as recording:
+        for more in ({"causal": False}, {"causal": True}, {"causal": True, "window": (2, 0)}):
+            lz.attention(query, query, query, layout="BSHD", **more)
+        other = query.transpose(1, 2)
+        lz.attention(other, other, other, causal=False, layout="BHSD")
+        lz.attention(query.requires_grad_(), query, query, causal=False, layout="BSHD")
+    names = {each.name for each in every_call_of(recording.manifest(), "cpu")}
+    start = "attention.standard.prefill 1x8x4x16"
+    assert f"{start} causal=True window=2,0 float32" in names
+    assert f"{start} with gradients float32" in names
+    assert {f"{start} float32", f"{start} causal=True float32"} < names
+    assert len(names) == 5
 
 
 def test_an_old_manifest_is_used_with_a_warning(tmp_path):

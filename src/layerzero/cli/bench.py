@@ -6,6 +6,7 @@ At its end it shows the answer in sentences, a row for each call, and what was l
 from __future__ import annotations
 
 import math
+import operator
 import shlex
 import statistics
 from collections import Counter, defaultdict
@@ -195,20 +196,20 @@ def answer_of(found: Sequence[Benched], operation: str) -> Iterator[str]:
         yield f"Fastest for {result(timed[0])}."
         return
     yield _fastest(timed)
-    gains = {each.name: gain for each in timed if (gain := _over_torch(each)) is not None}
+    gains = [(gain, each.name) for each in timed if (gain := _over_torch(each)) is not None]  # names may be alike
     if gains:
-        most = max(gains, key=lambda name: gains[name])
-        mean = math.exp(statistics.fmean(math.log(gain) for gain in gains.values()))
-        yield f"They are {mean:.2f}x as quick as torch's own function in the mean, at most {gains[most]:.2f}x ({most})."
-    behind = {each.name: ratio for each in timed if (ratio := _behind(each)) is not None}
-    slower = {name: ratio for name, ratio in behind.items() if ratio > AS_GOOD}
+        most, name = max(gains, key=operator.itemgetter(0))
+        mean = math.exp(statistics.fmean(math.log(gain) for gain, _ in gains))
+        yield f"They are {mean:.2f}x as quick as torch's own function in the mean, at most {most:.2f}x ({name})."
+    behind = [(ratio, each.name) for each in timed if (ratio := _behind(each)) is not None]
+    slower = [each for each in behind if each[0] > AS_GOOD]
     as_good = (
         f"LayerZero now chooses the fastest, or one within {AS_GOOD - 1:.0%} of it, in {len(behind) - len(slower)}"
     )
     text = f"{as_good} of {len(timed)} calls"
     if slower:
-        worst = max(slower, key=lambda name: slower[name])
-        text += f"; in {len(slower)} it takes longer, at most {slower[worst]:.2f}x ({worst})"
+        worst, name = max(slower, key=operator.itemgetter(0))
+        text += f"; in {len(slower)} it takes longer, at most {worst:.2f}x ({name})"
         text += f": `layerzero tune {shlex.quote(operation)}` lets measured times choose"
     yield f"{text}."
     rough = Counter(each.rough for each in timed if each.rough)

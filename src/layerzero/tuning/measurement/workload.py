@@ -101,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{path}: wanted a manifest that lz.record wrote: {error.strerror}") from error
         try:
             manifest = msgspec.json.decode(text, type=Manifest)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError) as error:  # ValueError: no UTF-8
             raise ValueError(f"{path}: wanted a manifest that lz.record wrote: {error}") from error
         if manifest.format != FORMAT:
             raise ValueError(f"{path}: wanted a manifest of format {FORMAT}, got {manifest.format}; record it again")
@@ -233,9 +233,16 @@ def dtype_of(call: CallRecipe) -> str:
 
 
 def text_of(call: CallRecipe) -> str:
-    """The sizes of a call's tensors, each once."""
+    """The sizes of a call's tensors, each once, and what else tells calls of these sizes apart."""
     shapes = dict.fromkeys("x".join(map(str, each.shape)) for each in call.tensors.values())
-    return " ".join(shapes)
+    operation = REGISTRY.operation(call.operation)
+    told = [
+        f"{name}={','.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, neutral in operation.schema.neutral.items()
+        if (value := call.params.get(name, neutral)) not in (neutral, [*neutral] if isinstance(neutral, tuple) else ())
+    ]
+    told += [call.layout] if call.layout and call.layout not in operation.layouts[:1] else []
+    return " ".join([*shapes, *told, *(["with gradients"] if call.requires_grad else [])])
 
 
 class Recording:
