@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -15,6 +16,8 @@ from layerzero.engine.registry import REGISTRY
 from layerzero.ops.norm.declare import norm_case
 from layerzero.testing.generate import RandomCall
 from layerzero.tuning.measurement import admission
+from layerzero.tuning.measurement.bench import bench
+from layerzero.tuning.measurement.clocks import clock_of
 from layerzero.tuning.measurement.contest import Status, contest
 from layerzero.tuning.measurement.jobs import Job
 from layerzero.tuning.measurement.timing import Effort
@@ -118,3 +121,44 @@ def test_who_only_copies_for_too_long_does_not_make_each_run_begin_again(tmp_pat
     speed[0] = 1e6
     (quick,) = run().contests
     assert {entry.kernel.id: entry.status for entry in quick.entries}["mine.dense"] is Status.TIMED, "it may win now"
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """A device whose memory holds no copy; what was measured before is forgotten."""
+    monkeypatch.setattr(admission, "_COPY_BYTES", {"cpu": 2**60})
+    monkeypatch.setattr(admission, "_LEAST_BYTES", 2**59)
+    admission._copy_gb_s.cache_clear()
+    admission._measured.cache_clear()
+    yield
+    admission._copy_gb_s.cache_clear()
+    admission._measured.cache_clear()
+
+
+@pytest.mark.usefixtures("full")
+def test_calls_are_measured_where_memory_holds_no_copy_to_judge_them_by():
+    assert admission.copy_gb_s(torch.device("cpu")) == math.inf
+
+    @lz.register_kernel("norm.rms", "mine.dense", supported_dtypes=["float32"], limits=[lz.limits.contiguous("input")])
+    def dense(input, weight, *, eps):
+        return rms_norm(input, weight.shape, weight, eps)
+
+    with lz.record() as recording:
+        lz.rms_norm(torch.randn(512, 2048)[:, ::2], torch.randn(1024))
+    jobs = jobs_of(recording.manifest(), "cpu")
+    tuned = run_jobs(jobs, torch.device("cpu"), effort=QUICK, isolate=False, leave_out=OTHERS)
+    assert not tuned.skipped
+    assert {entry.status for entry in tuned.contests[0].entries} <= {Status.TIMED, Status.STOPPED}
+    found = bench(jobs[0], torch.device("cpu"), effort=QUICK, clock=clock_of("cpu"), leave_out=OTHERS)
+    assert found.ceiling is None
+    assert any(line.median_us for line in found.lines)
+
+
+def test_a_smaller_copy_tells_where_memory_holds_no_larger_one(monkeypatch):
+    monkeypatch.setattr(admission, "_COPY_BYTES", {"cpu": 2**60})
+    monkeypatch.setattr(admission, "_LEAST_BYTES", 2**20)
+    monkeypatch.setattr(admission, "_best_us", lambda clock, run: 1000.0)
+    admission._copy_gb_s.cache_clear()
+    found = admission.copy_gb_s(torch.device("cpu"))
+    admission._copy_gb_s.cache_clear()
+    assert 2 * 2**20 / 1e6 <= found < math.inf

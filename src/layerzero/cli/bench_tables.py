@@ -56,6 +56,8 @@ def described(each: Benched) -> str:
         parts.append(f"{each.work.bytes / 1e6:.3g} MB and {each.work.flops / 1e9:.3g} GFLOP")
         parts.append(f"ceiling {each.ceiling.gb_s:.3g} GB/s, {each.ceiling.tflop_s:.3g} TFLOP/s, measured")
         parts.append(f"at best {each.ceiling.least_us(each.work):.3g} us from memory")
+    elif each.work is not None:
+        parts.append("ceiling not measured: too little memory")
     return "; ".join(parts)
 
 

@@ -25,11 +25,15 @@ from layerzero.core.evidence import Evidence, Provenance
 from layerzero.core.facts import Facts
 from layerzero.core.operation import Work
 from layerzero.core.plan import Candidate
+from layerzero.engine.failures import out_of_memory
 from layerzero.tuning.measurement.clocks import Clock, clock_of
 from layerzero.tuning.measurement.timing import Effort, race
 
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 """Beyond every cache."""
+
+_LEAST_BYTES = 2**27
+"""What is copied where memory holds no more: twice as much is still beyond a GPU's cache."""
 
 _MATRIX = {"cuda": 8192, "cpu": 1024}
 """The largest square."""
@@ -57,16 +61,37 @@ class Ceiling:
 
 
 def copy_gb_s(device: torch.device) -> float:
-    """1e9 bytes a second, read and written, of a copy beyond the caches; measured once in this process."""
-    return _copy_gb_s(str(device), torch.get_num_threads())
+    """1e9 bytes a second, read and written, of a copy beyond the caches; measured once in this process.
+
+    Infinite where memory holds no such copy: then no kernel's copies rule it out.
+    """
+    try:
+        return _copy_gb_s(str(device), torch.get_num_threads())
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return math.inf
 
 
 @functools.lru_cache(maxsize=32)
 def _copy_gb_s(device: str, threads: int) -> float:  # what was measured depends on them
     with torch.no_grad():
-        source = torch.ones(_COPY_BYTES.get(torch.device(device).type, 2**27), dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        return 2 * source.numel() / _best_us(clock_of(device), lambda: target.copy_(source)) / 1e3
+        size = _COPY_BYTES.get(torch.device(device).type, _LEAST_BYTES)
+        while (blocks := _blocks(size, device)) is None:
+            size //= 2
+        source, target = blocks
+        return 2 * size / _best_us(clock_of(device), lambda: target.copy_(source)) / 1e3
+
+
+def _blocks(size: int, device: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Two blocks of so many bytes; None where memory does not hold them, and less would do."""
+    try:
+        source = torch.ones(size, dtype=torch.uint8, device=device)
+        return source, torch.empty_like(source)
+    except Exception as error:
+        if size <= _LEAST_BYTES or not out_of_memory(error):
+            raise
+        return None  # the first of them goes with this frame
 
 
 def ceiling(device: torch.device, dtype: str) -> Ceiling:

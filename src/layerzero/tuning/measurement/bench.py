@@ -20,6 +20,7 @@ from layerzero.core.handle import Handle
 from layerzero.core.operation import Work
 from layerzero.core.plan import Report
 from layerzero.core.reasons import Reason
+from layerzero.engine.failures import out_of_memory
 from layerzero.engine.functions import CALLS
 from layerzero.engine.policy import names_any
 from layerzero.inspection.answers import explain
@@ -187,7 +188,7 @@ class Benched:
     Attributes:
         name, operation, call: which call; ``call`` names its sizes.
         work: what it must do; None where the operation does not say.
-        ceiling: what the machine can do.
+        ceiling: what the machine can do; None without work, and where memory is too little to measure it.
         lines: fastest first, then those without a time.
         refused: kernels that may not run, and every reason.
         chosen: the kernel that LayerZero chose.
@@ -260,7 +261,7 @@ def bench(
     operation = found.facts.operation
     work = operation.work(found.facts) if operation.work else None
     dtype: Any = found.facts["dtype"]
-    best = ceiling(device, dtype_name(dtype)) if work is not None else None
+    best = _ceiling(device, dtype_name(dtype)) if work is not None else None
     lines = [_line(entry, before.kernel_id) for entry in found.entries]
     if default is not None:
         lines.append(Line(TORCH, "timed", **_times(measurement(found.others[TORCH]))))
@@ -281,6 +282,16 @@ def bench(
     return Benched(
         job.name, operation.name, described, work, best, tuple(lines), refused, before.kernel_id, state, timed
     )
+
+
+def _ceiling(device: torch.device, dtype: str) -> Ceiling | None:
+    """What the machine can do; None where memory does not hold what that is measured by: the call's times stay."""
+    try:
+        return ceiling(device, dtype)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return None
 
 
 def benched(found: Contest) -> Benched:
