@@ -320,6 +320,8 @@ def test_a_command_gets_the_instance_without_a_shell_and_its_last_word_is_told()
         command(f"{line} $HOME")(instance)
     with pytest.raises(ValueError, match="wanted a command, got ' '"):
         command(" ")
+    with pytest.raises(ValueError, match=r"wanted a command, got .*: No closing quotation"):
+        command("touch 'fallback")
 
 
 def test_what_answers_nothing_or_no_http_is_an_answer_too():

@@ -120,7 +120,9 @@ def device_here(text: str | None) -> str | None:
 Where = Annotated[
     str | None, option("DEVICE", "Where; a GPU where there is one, else the CPU.", "--device", callback=device_here)
 ]
-Threads = Annotated[int | None, option("N", "Threads on a CPU; by default as torch has them.", "--threads", min=1)]
+Threads = Annotated[
+    int | None, option("N", "Threads on a CPU; by default as torch has them.", "--threads", min=1, max=4096)
+]
 Kernels = Annotated[list[str], option("KERNEL", "These kernels only: id, glob or library; again for more.", "--kernel")]
 
 
@@ -165,7 +167,7 @@ class _CallsToTime(_CallsToRun):
 
     @property
     def dtypes(self) -> list[str] | None:
-        return self.dtype.split(",") if self.dtype else None
+        return None if self.dtype is None else self.dtype.split(",")
 
 
 @dataclass(frozen=True, kw_only=True)

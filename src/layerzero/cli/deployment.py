@@ -26,7 +26,7 @@ def _check_torch(version: str) -> None:
 
 def formats(
     device: _On = None,
-    rows: Annotated[int, option("N", "Rows of the product, 1 for a decode.", min=1)] = 1,
+    rows: Annotated[int, option("N", "Rows of the product, 1 for a decode.", min=1, max=2**40)] = 1,
     dtype: Annotated[str, option("DTYPE", "Dtype of the rows.", "--dtype")] = "",
     torch_version: _With = "",
 ) -> Answer:

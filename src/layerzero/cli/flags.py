@@ -19,6 +19,7 @@ from layerzero.cli.question import (
     CallQuestion,
     case_named,
     device_of,
+    dtype_of,
     libraries_of,
     pair_of,
     settings_of,
@@ -147,10 +148,16 @@ def plain_report(flags: CallFlags) -> Report:
         return explain(plain_facts(Routed(operation, arguments)))
 
 
+_MOST_DRAWN = 10_000_000
+"""Characters of a question about texts; to draw them takes 2 s (Intel Xeon, 2026-12-01)."""
+
+
 def _case_of_size(first: Case, shape: str) -> Case:
-    sizes = [int(each) for each in shape.split("x") if each.isdigit()]
+    sizes = [int(each) for each in shape.split("x") if each.isdecimal()]
     if len(sizes) != len(shape.split("x")) or not 1 <= len(sizes) <= 2 or not all(sizes):
         raise ValueError(f"--shape: wanted a size, or how many times a size (2000x100), got {shape!r}")
+    if math.prod(sizes) > _MOST_DRAWN:
+        raise ValueError(f"--shape: wanted at most {_MOST_DRAWN} in all, since they are drawn, got {shape!r}")
     names, count = list(first.sizes), sizes[0] if len(sizes) == 2 else 1
     params = {"batched": True} if len(sizes) == 2 else {}
     return Case(shape, {names[0]: sizes[-1] * count, names[1]: count}, params)
@@ -186,7 +193,7 @@ def drop_in_question(flags: CallFlags, of: DropIn) -> CallQuestion:
     if flags.shape is None:
         raise ValueError(f"{of.name}: wanted --shape, the sizes of {tensors[0]} in {of.library}'s order, got none")
     device = device_of(flags.device)
-    dtype = dtype_named(flags.dtype) if flags.dtype else torch.float32 if device.platform == "cpu" else torch.bfloat16
+    dtype = dtype_of(flags, device)
     first = sizes(flags.shape, "--shape")
     others = first if flags.kv_shape is None else sizes(flags.kv_shape, "--kv-shape")
     arguments: dict[str, object] = {

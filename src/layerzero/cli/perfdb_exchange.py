@@ -190,10 +190,17 @@ def _ledger() -> Any:
 
 
 def _keep(rows: Sequence[Row]) -> None:
-    """Write rows, and learn from all of them now, not at the next question."""
+    """Write rows, and learn from all of them now, not at the next question.
+
+    Raises: ValueError where they could not be written: in this process's memory they end with the command.
+    """
     store = store_here()
     store.add(rows)
     store.settle()
+    if store.spool.ends_here:
+        memory = "memory alone; name a folder in LAYERZERO_CACHE_DIR, or set perfdb.enabled: true"
+        got = "; ".join(store.notes()) or memory
+        raise ValueError(f"{store.database.path or 'times'}: wanted a database on disk, got {got}")
 
 
 def _written(file: Path, write: Callable[[], None]) -> None:

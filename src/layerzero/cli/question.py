@@ -55,7 +55,7 @@ def question(flags: CallFlags) -> CallQuestion:
     """Read the flags. Raises: KeyError or ValueError with wanted and got."""
     function, operations = _named(flags.name)
     device = device_of(flags.device)
-    dtype = dtype_named(flags.dtype) if flags.dtype else torch.float32 if device.platform == "cpu" else torch.bfloat16
+    dtype = dtype_of(flags, device)
     given = dict(pair_of(text, "--param", "name=value") for text in flags.params)
     kinds = {each.name: each.types for operation in function.operations for each in operation.schema.params}
     values = {
@@ -97,6 +97,13 @@ def device_of(name: str | None) -> Device:
             raise ValueError(f"--device: wanted cpu or one of {count} CUDA devices, got {name}; named ones: {known}")
         return Device.detect(name)
     return Device.named(name)
+
+
+def dtype_of(flags: CallFlags, device: Device) -> torch.dtype:
+    """The dtype of the tensors; that of models on such a device where none is named."""
+    if flags.dtype is None:
+        return torch.float32 if device.platform == "cpu" else torch.bfloat16
+    return dtype_named(flags.dtype)
 
 
 def _named(name: str) -> tuple[Function, Sequence[Operation]]:
@@ -250,7 +257,13 @@ def settings_of(texts: Iterable[str]) -> dict[str, Any]:
         key, value = pair_of(text, "--set", "key=value")
         setting = SETTINGS.get(ALIASES.get(key, key))
         plain = setting is not None and setting.kind == list[str]
-        settings[key] = [part.strip() for part in value.split(",")] if plain else yaml.safe_load(value)
+        try:
+            settings[key] = [part.strip() for part in value.split(",")] if plain else yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            why = getattr(error, "problem", None) or error
+            raise ValueError(
+                f"--set {key}: wanted a value as a file of settings has it, got {value!r}: {why}"
+            ) from None
     return settings
 
 

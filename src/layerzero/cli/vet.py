@@ -42,6 +42,8 @@ def answer(flags: VetFlags) -> Answer:
 
     Raises: ValueError for a name that means nothing, a bad shape or a bad budget.
     """
+    if flags.operation_ not in (None, flags.operation) and flags.operation != "*":
+        raise ValueError(f"--operation: wanted one OPERATION, got {flags.operation} and {flags.operation_}; vet each")
     operation, deadline = flags.operation_ or flags.operation, deadline_of(flags.budget_s)
     if covers_plain(operation):
         pairs, nothing = _of_plain(flags, operation), ""
@@ -88,7 +90,7 @@ def _of_tensors(flags: VetFlags, operation: str) -> tuple[list[Pair], str]:
     chosen = [
         each for each in REGISTRY.kernels(operation) if vetting.is_named(each, *asked_of, here, graph=flags.graph)
     ]
-    named = flags.dtype.split(",") if flags.dtype else None
+    named = None if flags.dtype is None else flags.dtype.split(",")
     if flags.manifest is None:
         if sizes:  # to say what is no call at all
             asked_jobs(operation, sizes, named or ["float32"], here.torch_type)

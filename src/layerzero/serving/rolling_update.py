@@ -129,9 +129,12 @@ def command(line: str, timeout_s: float = HOOK_S) -> Hook:
 
     Raises: ValueError for a line that is none.
     """
-    words = shlex.split(line)
+    try:
+        words, why = shlex.split(line), ""
+    except ValueError as error:  # a quotation that does not end
+        words, why = [], f": {error}"
     if not words:
-        raise ValueError(f"hook: wanted a command, got {line!r}")
+        raise ValueError(f"hook: wanted a command, got {line!r}{why}")
 
     def run(instance: Instance) -> None:
         told = [each.replace("{name}", instance.name).replace("{url}", instance.url) for each in words]

@@ -155,7 +155,7 @@ def imported(modules: Sequence[str]) -> str:
         before = len(REGISTRY.kernels())
         try:
             importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001  # whatever a foreign module raises
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a foreign module raises, or a script's end
             wanted = "wanted a module that imports and registers kernels"
             return f"--module {module}: {wanted}, got {type(error).__name__}: {error}"
         mine = any(f"{home_of(kernel)}.".startswith(f"{module}.") for kernel in REGISTRY.kernels())

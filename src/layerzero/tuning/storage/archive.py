@@ -163,7 +163,7 @@ def read_export(file: Path) -> tuple[list[Row], list[Finding], list[PassedBuild]
     first, *lines = content.splitlines() or [b""]
     try:
         header = msgspec.json.decode(first, type=Header)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError) as error:  # ValueError: no UTF-8
         raise BadFileError([f"line 1: wanted the header of an exported file: {error}"]) from None
     if (header.format, header.kind) != (FORMAT, KIND):
         wanted = f"wanted format {FORMAT} of {KIND!r}"

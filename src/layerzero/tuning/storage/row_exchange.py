@@ -107,6 +107,11 @@ class Spool:
         if told:
             self.database.tell_once("write", told)
 
+    @property
+    def ends_here(self) -> bool:
+        """Whether rows are in this process's memory alone; those that wait in a journal do not end with it."""
+        return bool(self._unwritten) or (self.database.path is None and self.database.has_memory())
+
     def _cannot(self) -> str:
         return f"{self.database.path} cannot be written: measured times end with this process ({self._problem})"
 
