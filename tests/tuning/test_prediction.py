@@ -38,6 +38,15 @@ def test_held_out_shapes_of_a_roofline_are_predicted_to_a_few_percent():
     assert found.within_claim > 0.75
 
 
+def test_waits_for_the_host_are_held_out_with_the_margin_that_predictions_give_them():
+    waiting = [Point({"rows": 2**each}, 10.0, 2.0, 10.0) for each in range(10)]
+    working = [Point({"rows": 2**each}, 40.0, 40.0, 9.0) for each in range(10)]
+    for points in (waiting, working, [Point({"rows": 2**each}, 10.0) for each in range(10)]):
+        found = held_out_error([points])
+        assert (found.predicted, found.within_claim) == (10, 1.0)
+        assert found.p90_error == pytest.approx(0.0, abs=1e-6), "all take as long as one another"
+
+
 def test_sizes_between_measured_ones_are_predicted_within_what_is_claimed():
     model, draw = fit(measured()), random.Random(1)
     errors, within, silent = [], 0, 0
