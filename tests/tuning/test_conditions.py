@@ -150,9 +150,17 @@ def test_the_present_condition_is_read_at_most_twice_a_minute(monkeypatch):
     monkeypatch.setattr(conditions, "_LATELY", {})
     now = {"s": 100.0}
     monkeypatch.setattr(conditions.time, "monotonic", lambda: now["s"])
-    assert [conditions.lately("cpu") for _ in range(3)] == ["load=low"] * 3
+    assert [conditions.lately("cpu", 0) for _ in range(3)] == ["load=low"] * 3
     now["s"] += conditions.LATELY_S + 1
-    assert conditions.lately("cpu") == "load=high"
+    assert conditions.lately("cpu", 0) == "load=high"
+
+
+def test_each_device_has_its_own_present_condition(monkeypatch):
+    monkeypatch.setattr(conditions, "condition", lambda device: f"memory of {device}")
+    monkeypatch.setattr(conditions, "_LATELY", {})
+    assert [conditions.lately("cuda", index) for index in (0, 1, 0)] == [
+        "memory of cuda:0", "memory of cuda:1", "memory of cuda:0",
+    ]  # fmt: skip
 
 
 def test_choices_ask_for_the_present_condition(monkeypatch, tmp_path):
@@ -164,6 +172,6 @@ def test_choices_ask_for_the_present_condition(monkeypatch, tmp_path):
         for kernel, median in zip((one, two), us, strict=True):
             times.record(kernel, facts, Measurement(median, median, 0.0, 20, condition=state))
     for state, quicker in (("load=low", one), ("load=high", two)):
-        monkeypatch.setattr(conditions, "lately", lambda kind, state=state: state if kind == "cpu" else "")
+        monkeypatch.setattr(conditions, "lately", lambda kind, index, state=state: state if kind == "cpu" else "")
         found = times.evidence((one, two), facts)
         assert min(found, key=lambda kernel: found[kernel].time_us) == quicker.id

@@ -145,7 +145,7 @@ MEDIUM_LOAD, HIGH_LOAD = 1.0, 2.0
 LATELY_S = 30.0
 """How old a state may be that a choice is made by."""
 
-_LATELY: dict[str, tuple[float, str]] = {}
+_LATELY: dict[tuple[str, int], tuple[float, str]] = {}
 
 BOOST = 0.9
 """Share of the highest clock from which on a device boosts."""
@@ -167,15 +167,12 @@ def condition(device: torch.device) -> str:
     return text(_of_cpu()) if device.type == "cpu" else ""
 
 
-def lately(device_type: str) -> str:
-    """The state of the current device of a kind, at most half a minute old: a choice must not wait for it."""
+def lately(device_type: str, index: int) -> str:
+    """The state of a device, at most half a minute old: a choice must not wait for it."""
     now = time.monotonic()
-    found = _LATELY.get(device_type)
+    found = _LATELY.get((device_type, index))
     if found is None or now - found[0] > LATELY_S:
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
-        )
-        found = _LATELY[device_type] = now, condition(device)
+        found = _LATELY[device_type, index] = now, condition(torch.device(device_type, index))
     return found[1]
 
 

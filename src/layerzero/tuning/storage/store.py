@@ -157,7 +157,7 @@ class TimeStore:
             for kernel_id, environment, adapted_then, model in (known if waits else ())
             if wanted.get(kernel_id) == environment
         }
-        present = functools.partial(conditions.lately, facts.device.torch_type)
+        present = functools.partial(conditions.lately, facts.device.torch_type, facts.device.index)
         found = weighed([time for time in times if wanted.get(time.kernel) == time.environment], hosts, present)
         by_id = {kernel.id: kernel for kernel in kernels if kernel.id not in found}
         adapts: dict[str, str] = {}
