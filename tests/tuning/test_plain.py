@@ -23,6 +23,7 @@ from layerzero.ops.tokenize.identity import digest
 from layerzero.ops.tokenize.tokenizer import resolve
 from layerzero.tuning.measurement import plain
 from layerzero.tuning.measurement.clocks import Sample
+from layerzero.tuning.measurement.comparison import record_times
 from layerzero.tuning.measurement.plain import plain_jobs, tune_plain
 from layerzero.tuning.prediction.fitting import FULL_SAMPLES
 from layerzero.tuning.storage.rows import work_of
@@ -188,12 +189,15 @@ def test_a_few_samples_of_near_ones_are_not_enough(place, monkeypatch):
     kernel = next(each for each in lz.list_kernels("tokenize.encode") if each.id == "splintr.encode")
     ENGINE.ledger.record_verdict(kernel, lz.facts("tokenize.encode", "a", place), Verdict.PASSED)
     monkeypatch.setattr(plain, "_times", few)
+    monkeypatch.setattr(plain, "record_times", lambda *given: record_times(*given) or True)
     leave_out = ["fastokens", "kitoken", "gigatoken"]
     cases = ENCODE.cases[:1]
     with lz.scope(deny=leave_out):
         tuned = tune_plain(plain_jobs("tokenize.encode", {"tokenizer_id": place}, cases), leave_out=leave_out)
     (contest,) = tuned.contests
     assert {each.id for each in contest.times} == {"tokenizers.encode", "splintr.encode"}
+    (choice,) = tuned.choices
+    assert tuned.winners_changed == (choice.kernel_id != choice.before), "its times are recorded several times"
     assert all(each.samples >= FULL_SAMPLES and each.median_us < 1e5 for each in contest.times.values())
 
 

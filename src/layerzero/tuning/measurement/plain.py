@@ -153,7 +153,6 @@ class _PlainParty(Party[PlainJob]):
     told: Callable[[Contest], None] = lambda _: None
     found: list[Contest] = field(default_factory=list)
     known: int = 0
-    changed: int = 0
 
     def to_vet(self, jobs: Sequence[PlainJob]) -> Pairs:  # noqa: ARG002  # one proof holds for all cases
         """What no child was given yet."""
@@ -189,7 +188,7 @@ class _PlainParty(Party[PlainJob]):
         """Times that may decide from now on: of a calm moment, and of enough samples."""
         for _ in range(CALM_TRIES):
             times = _times(contest, self.samples, "tune")
-            self.changed += record_times(contest.facts, times)
+            record_times(contest.facts, times)
             best_us = next(iter(times.values())).median_us
             if all(each.noise <= CALM for each in times.values() if each.median_us < DECIDED * best_us):
                 break
@@ -197,7 +196,7 @@ class _PlainParty(Party[PlainJob]):
         near = _open(times, enough)
         if near:
             longer = _longer(contest, near, enough)
-            self.changed += record_times(contest.facts, longer)
+            record_times(contest.facts, longer)
             times = dict(sorted({**times, **longer}.items(), key=lambda each: each[1].median_us))
         return times
 
@@ -260,9 +259,10 @@ def tune_plain(
     )  # fmt: skip
     left = run_loop(party)
     choices = [choice_now(each, each.facts, each.report.kernel_id, USABLE) for each in party.found]
+    changed = sum(each.kernel_id != each.before for each in choices)  # times of a case are recorded several times
     return Tuned(
         tuple(party.found), tuple(choices), party.known, {}, {}, len(left), tuple(party.verdicts.values()), {}, {},
-        party.changed, 0, party.deadline.spent_s, 0.0,
+        changed, 0, party.deadline.spent_s, 0.0,
     )  # fmt: skip
 
 
