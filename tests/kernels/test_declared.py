@@ -297,3 +297,26 @@ def test_states_are_merged_as_far_as_32_bits_reach(kernel):
 
     assert refused(2**19 - 1) == set()
     assert refused(2**19) == {Code.CONSTRAINT_FAILED}
+
+
+PAGES = [(16, 128, None, True), (64, 128, (9, 0), True), (64, 256, None, True), (64, 256, (9, 0), False),
+         (128, 128, None, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("page_size", "head_dim", "window", "taken"), PAGES)
+def test_pages_that_flash_attention_may_read_as_whole_tiles(page_size, head_dim, window, taken):
+    """Hopper's smallest tile has 64 keys, that of a window over heads of 256; what a page holds beyond may be NaN."""
+    cache, starts = meta(40, page_size, 2, head_dim), meta(4, dtype=torch.int32)
+    tables, lens = meta(3, 4, dtype=torch.int32), meta(3, dtype=torch.int32)
+
+    def refused(kernel, query, **named):
+        report = lz.explain("paged_attention", query, cache, cache, tables, lens, window=window, device="H100",
+                            libraries=LIBRARIES, **named)  # fmt: skip
+        codes = {reason.code for reason in report.reasons(kernel) if reason.fact == "page_size"}
+        return codes != set()
+
+    tokens = {"cu_seqlens_q": starts, "causal": True}
+    for library in ("vllm.flash_attn.v3", "flash_attn.v3", "flash_attn.v4"):
+        assert refused(f"{library}.paged_tokens", meta(18, 8, head_dim), **tokens) is not taken
+    assert refused("flash_attn.v4.paged", meta(3, 1, 8, head_dim)) is not taken
+    assert not refused("vllm.flash_attn.v3.paged", meta(3, 1, 8, head_dim)), "one query fills no tile"

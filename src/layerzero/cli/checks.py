@@ -44,12 +44,7 @@ def fuzz(
     log.setLevel(logging.ERROR)  # fallbacks are expected here, and counted
     try:
         report = fuzzing.run(
-            calls,
-            seed,
-            progress=_Progress(calls),
-            kernels=kernel or None,
-            operations=operation or (),
-            device=device,
+            calls, seed, progress=_Progress(calls), kernels=kernel or None, operations=operation or (), device=device
         )
     finally:
         log.setLevel(level)

@@ -233,6 +233,21 @@ name a longer bound.
 """
 
 
+BELOW_TILES: tuple[limit.Limit, ...] = (
+    limit.dim("page_size", max=64),
+    limit.rule(
+        "page_size: below 64 with a window over heads wider than 192",
+        lambda facts: facts.size("page_size") < 64 or facts["window"] is None or facts.size("head_dim") <= 192,
+    ),
+)
+"""Pages smaller than a tile of keys, of which the smallest has 64 (hopper/tile_size.h).
+
+Versions 3 and 4 read pages of whole tiles by TMA, with what lies beyond a sequence. They multiply that by 0, which
+leaves a NaN. Version 3 does so where several queries fill a tile (``get_pagedkv_tma`` in hopper/flash_api.cpp), version
+4 for one query, too (``paged_kv_non_tma`` in flash_attn/cute/interface.py).
+"""
+
+
 def _little_shared_memory(facts: Facts) -> Reason | None:
     """Its backward pass leaves gradients unwritten (flash_bwd_launch_template.h)."""
     sm, width = facts.device.sm, facts.size("head_dim")

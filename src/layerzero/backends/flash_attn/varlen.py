@@ -4,9 +4,8 @@ Starts, lengths and block tables are read on the device. FlashAttention 2 and 3 
 (flash_attn_varlen_func, flash_attn_with_kvcache, read 2026-11-21) and were not run: their packages are built
 from source; vLLM's builds of both were (backends/vllm/paged.py). FlashAttention 4 compiles for a configuration on its
 first call; its own Python, 78 us a call on an H200 host, is called here, since block tables move and what it derives of
-them was not compared. For one query a sequence it was right in 43 checks there (2026-11-23); its caches of float8 want
-a GPU of compute capability 10. With several, where a page holds a whole tile of keys it multiplies what lies beyond a
-sequence by 0, and a NaN there reaches the result (flash_attn/cute/interface.py of 4.0.0b36): larger pages are refused.
+them was not compared. For one query a sequence it was right in 43 checks there, of pages of up to 64 tokens
+(2026-11-23); its caches of float8 want a GPU of compute capability 10.
 Library: flash-attn 2.7, flash-attn-3 3.0, flash-attn-4 4.0.0b36, BSD-3-Clause.
 """
 
@@ -236,7 +235,7 @@ KERNELS = (
         _load_v3_paged,
         layout="NHD",
         accepts=_SCORES,
-        limits=(*_HOPPER, *_PAGED),
+        limits=(*_HOPPER, *attention.BELOW_TILES, *_PAGED),
         priority=84,
     ),
     FLASH_ATTN_4.kernel(
@@ -245,7 +244,7 @@ KERNELS = (
         _load_v4_paged,
         layout="NHD",
         accepts=(*_SCORES, "max_context_len"),
-        limits=(*_HOPPER, limit.dim("page_size", max=64), *_PAGED),
+        limits=(*_HOPPER, *attention.BELOW_TILES, *_PAGED),
         **_COMPILED,
         priority=40,
     ),
@@ -273,7 +272,7 @@ KERNELS = (
         _load_v4_paged,
         layout="NHD",
         accepts=(*_ACTING, "max_context_len"),
-        limits=(*_HOPPER, *_ONE_EACH),
+        limits=(*_HOPPER, *attention.BELOW_TILES, *_ONE_EACH),
         **_COMPILED,
         priority=40,
     ),

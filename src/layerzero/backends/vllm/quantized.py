@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.backends.flash_attn.attention import BELOW_TILES
 from layerzero.backends.torch.varlen import longest_or
 from layerzero.backends.vllm.library import VLLM, VLLM_FLASH_ATTN_3, operators
 from layerzero.backends.vllm.paged import STARTS, WRITES, starts_key
@@ -147,7 +148,7 @@ KERNELS = (
         PREFILL.name,
         _load,
         accepts=("causal", *_ACCEPTS, "max_seqlen_q"),
-        limits=(*_LIMITS, limit.contiguous("context_lens", "cu_seqlens_q")),
+        limits=(*_LIMITS, *BELOW_TILES, limit.contiguous("context_lens", "cu_seqlens_q")),
         priority=75,
         **_OF_V3,
     ),

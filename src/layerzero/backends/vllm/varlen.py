@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from layerzero.backends.flash_attn.attention import OF_SLOPES
+from layerzero.backends.flash_attn.attention import BELOW_TILES, OF_SLOPES
 from layerzero.backends.shape_cache import driver_cache
 from layerzero.backends.torch.varlen import longest_of_v2, longest_or, longest_queries
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES, OF_SINKS
@@ -262,7 +262,12 @@ def _over_pages(
         functools.partial(load_paged, library=own.forward, split=split),
         layout="NHD",
         accepts=(*SCORES, "max_context_len", *(("decodes",) if split else ()), *((bias,) if bias else ())),
-        limits=(*own.limits, *PAGED, *((limit.one_of(bias, "float"), *of_bias) if bias else ())),
+        limits=(
+            *own.limits,
+            *(BELOW_TILES if own is OF_V3 else ()),
+            *PAGED,
+            *((limit.one_of(bias, "float"), *of_bias) if bias else ()),
+        ),
         **own.fields,
         priority=priority,
         trust=Trust.UNTRIED if bias else Trust.DECLARED,
