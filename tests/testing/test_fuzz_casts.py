@@ -36,3 +36,10 @@ def test_a_kernel_that_is_wrong_in_what_was_cast_is_found():
     report = fuzz.run(40, 1, operations=["norm.rms"], kernels=["user.wrong"])
     cast = [each for each in report.failures if "bfloat16" in each.call or "float16" in each.call]
     assert cast, "computed in float32 for callers with 16 bits"
+
+
+def test_a_function_that_takes_no_gradients_is_called_without_any(monkeypatch):
+    monkeypatch.setattr(fuzz, "GRAD_SHARE", 1.0)
+    report = fuzz.run(3, 3, operations=["all_reduce_add_rms_norm"])
+    assert report.ok, report
+    assert report.comparisons >= report.calls == 3

@@ -287,6 +287,9 @@ class _Run:
         self.reuse = self.thorough or reuse < REUSE_SHARE
         self.grad = grad < GRAD_SHARE
         call = self._call(0)
+        if self.grad and not _taken(call):
+            self.grad = False  # collectives take no gradients
+            call = self._call(0)
         truth = self.truth(call)
         answer = explain(call.function, **call.arguments)
         if self.kernels is None:
@@ -339,6 +342,14 @@ class _Run:
                 *(self.source.asked, self.source.kernels, str(self.device)),
             )
             self.report.failures.append(failure)
+
+
+def _taken(call: RandomCall) -> bool:
+    try:
+        route(call)
+    except InvalidCallError:
+        return False
+    return True
 
 
 def _of_chosen(answer: Report, truth: Expected) -> Expected:

@@ -241,7 +241,7 @@ _MASKED = (
     ),
 )
 
-# with fewer keys its kernel for one sequence raises, and that for more is wrong in every row (0.7.4, H200, 2026-12-01)
+# with fewer keys its kernel for one sequence raises, and that for more is wrong (0.7.2 and 0.7.4, H200, 2026-12-01)
 _KEYS = limit.rule(
     "causal: seq_q <= seq_k",
     lambda facts: (
