@@ -217,6 +217,26 @@ def test_convolutions_that_tiles_get_wrong_are_in_float32(monkeypatch, shape, of
     assert {"group_channels", "stride", "padding"} & {each.fact for each in report.reasons("torch.onednn_conv_packed")}
 
 
+PADDING_ALONE = [
+    ((3, 2, 1), (1, 2, 1), {"stride": 2, "padding": 1}),
+    ((1, 8, 2), (16, 8, 1), {"stride": 3, "padding": 1}),
+    ((2, 1, 1, 2), (64, 1, 1, 1), {"stride": (2, 3), "padding": (0, 1)}),
+]
+
+
+@pytest.mark.parametrize(("shape", "of_weight", "steps"), PADDING_ALONE)
+def test_convolutions_in_float16_that_end_the_process_are_in_float32(shape, of_weight, steps):
+    name = f"conv{len(shape) - 2}d"
+    x, weight = torch.randn(shape).half(), torch.randn(of_weight).half()
+    for more, wide in (({"avx512_fp16"}, True), ({"avx512_bf16", "amx_bf16"}, False)):
+        device = dataclasses.replace(XEON, instruction_sets=frozenset({"avx512", *more}))
+        loaded = kernel("torch.conv").load(lz.facts(name, x, weight, **steps, device=device))
+        assert (loaded is not getattr(torch.nn.functional, name)) == wide
+    found = getattr(lz, name)(x, weight, **steps)  # by the kernel of this very processor
+    assert not found.any()
+    assert found.dtype is torch.float16
+
+
 @pytest.mark.parametrize(
     ("shape", "of_weight", "steps"), [*WRONG_BY_TILES, ((2, 64, 17, 9), (8, 64, 3, 3), {"stride": 2})]
 )
