@@ -260,3 +260,19 @@ def test_a_kind_without_times_hides_no_other_dtype_of_a_table():
 
     assert lacks(torch.bfloat16)
     assert not lacks(torch.float32)
+
+
+@pytest.mark.parametrize(("heads", "dtype"), [((16, 16), torch.bfloat16), ((32, 8), torch.float32)])
+def test_short_attention_of_a_cpu_with_tiles_is_torchs_own_by_the_times_that_ship(heads, dtype, monkeypatch):
+    """A moment in which both threads waited for a core had shipped zentorch's as the faster one: it takes 1.5 times."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    table = next(each for each in map(read_table, FOLDER.glob("intel*_dense.json")))
+    device = replace(
+        Device.named("Sapphire Rapids"), name=table.device, instruction_sets=frozenset(table.instruction_sets)
+    )
+    query, *rest = (
+        torch.empty(1, count, 32, 128 if heads[1] == 8 else 64, dtype=dtype) for count in (*heads, heads[1])
+    )
+    facts = lz.facts("attention", query, *rest, causal=heads[1] == 8, layout="BHSD", device=device)
+    found = Priors(device, FOLDER).evidence(REGISTRY.candidates(facts["operation"]), facts)
+    assert found["torch.sdpa.cpu_flash"].time_us < found["zentorch.sdpa"].time_us
