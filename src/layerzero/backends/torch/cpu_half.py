@@ -69,6 +69,15 @@ ROWS_APART = limit.Custom("bfloat16 on a CPU with AMX: multiples of 32 features"
 """For kernels that hand rows to oneDNN as they are."""
 
 
+def fewer_rows(rows: int) -> limit.Limit:
+    """For kernels that multiply by vectors, where tiles take less for so many rows, a power of two."""
+    return limit.rule(
+        f"rows: fewer than {rows} on a CPU with AMX",
+        lambda facts: _TILES not in facts.device.instruction_sets or facts.size_bits("rows") < rows.bit_length(),
+        got="more",
+    )
+
+
 def linear_for(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
     """``F.linear`` itself, or with rows filled up to whole tiles where they would be read over their ends.
 

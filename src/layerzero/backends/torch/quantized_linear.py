@@ -29,7 +29,7 @@ from torch import Tensor
 
 from layerzero.backends.norm_limits import RowsAligned
 from layerzero.backends.torch.attention import FLOATS, kernel
-from layerzero.backends.torch.cpu_half import linear_for
+from layerzero.backends.torch.cpu_half import fewer_rows, linear_for
 from layerzero.backends.torch.elementwise import scales
 from layerzero.backends.torch.linear import HAS_ONEDNN, by_rows
 from layerzero.core import limits as limit
@@ -228,6 +228,7 @@ KERNELS = (
         limit.dtype("bfloat16"),
         limit.one_of("weight_dtype", "int8"),
         limit.dim("rows", max=64),  # the widened weight takes half as long from 256 on
+        fewer_rows(16),  # there it takes as long for 16, and a third for 64 (Intel Xeon, one thread, 2026-12-01)
         limit.dim("in_features", multiple=16),
         limit.contiguous("input", "weight"),
         limit.aligned(16, "weight"),
