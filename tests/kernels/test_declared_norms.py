@@ -283,6 +283,14 @@ def test_another_owner_of_vllms_name_space_is_told_apart(monkeypatch):
         vllm_library.operators("_C.abi3.so", "_C")
 
 
+def test_liger_builds_another_kernel_for_many_short_rows():
+    key = REGISTRY.kernel("liger.rms_norm").build_key
+    for hidden, other in ((128, True), (256, True), (512, False)):
+        few, many = (key(facts_of(call("liger.rms_norm", rows, hidden), OPERATIONS["norm.rms"]))
+                     for rows in (2**14, 2**15))  # fmt: skip
+        assert (few != many) is other
+
+
 def test_liger_gets_a_float_where_triton_would_make_a_constant(monkeypatch):
     module = types.ModuleType("liger_kernel.ops.rms_norm")
     seen = []

@@ -8,7 +8,7 @@ output: the function around it would make a new one. A kernel compiles in about 
 row length, and again for what Triton specialises on: dtype, lengths that are multiples of 16, or 1. H200, bfloat16,
 through the autograd functions: rms_norm 25 us at 1 x 4096 and 136 at 16384 x 8192 (torch 11 and 202), layer_norm 15 at
 64 x 4096 and 181 at 16384 x 8192 (torch 12 and 225). The rotation writes over what it is given once that is contiguous,
-keeps no copy, and is half-split only; it was written against the source and not run yet.
+keeps no copy, and is half-split only; it conforms on an H200 (docs/measurements/h200_layer.md).
 
 Liger's Triton gates, on NVIDIA's and AMD's GPUs: a block a row, whole rows in registers, float32 inside.
 
@@ -58,6 +58,11 @@ def _load_rms_norm(facts: Facts) -> Callable[..., Any]:
         return output
 
     return run
+
+
+def _norm_specialised(facts: Facts) -> Hashable:
+    """The same as of other norms; many short rows have a kernel of their own (``rms_norm_forward``)."""
+    return specialised(facts), facts.size("hidden") <= 256 and facts.size("rows") >= 2**15
 
 
 def _load_add_rms_norm(facts: Facts) -> Callable[..., Any]:
@@ -195,7 +200,7 @@ KERNELS = (
         accepts=("eps",),
         limits=(*_LIMITS, limit.dim("hidden", max=_WIDEST)),
         cache_folder=triton_cache,
-        build_key=specialised,
+        build_key=_norm_specialised,
         priority=60,
     ),
     LIGER.kernel(
