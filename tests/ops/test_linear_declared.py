@@ -65,6 +65,7 @@ def test_flashinfers_small_product(sizes, refused):
         ("torch.addmm_activation", {"activation": "gelu_tanh"}, set()),
         ("torch.addmm_activation", {"activation": "gelu_tanh", "outputs": 31}, set()),
         ("torch.addmm_activation", {"activation": "relu", "outputs": 31}, {WRONG}),  # loses a NaN
+        ("torch.addmm_activation", {"activation": "relu", "outputs": 31, "dtype": F32}, set()),
         ("torch.addmm_activation", {"activation": "gelu"}, {WRONG}),
         ("torch.addmm_activation", {"activation": "relu", "biased": False}, {WRONG}),
         ("torch.addmm_activation", {"activation": "relu", "dtype": F64}, {DTYPE}),

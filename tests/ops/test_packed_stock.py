@@ -119,3 +119,10 @@ def test_products_of_int8_by_vectors_are_for_few_rows_where_tiles_take_less(kern
         )
         fewer = "rows" in {each.fact for each in report.reasons(kernel)}
         assert fewer == (device is XEON and not more)
+
+
+def test_a_large_weight_of_int8_is_not_widened_for_few_rows():
+    """Its copy took 2.5 times as long as the product by vectors."""
+    given = torch.empty(32, 4096, dtype=torch.bfloat16), torch.empty(4096, 4096, dtype=torch.int8), torch.empty(4096)
+    report = lz.explain("quantized_linear", *given, device=XEON)
+    assert "rows" not in {each.fact for each in report.reasons("torch.int8pack_mm")}

@@ -171,6 +171,7 @@ def grouped(
     platform: str = "cpu",
     operation: str = "group",
     of_codes: bool = True,
+    owner: str = "",
     **changes: Any,
 ) -> Kernel:
     """A kernel for weights by group, or of another operation of :data:`FORMATTED`.
@@ -182,13 +183,14 @@ def grouped(
         platform: what it runs on.
         operation: the last word of its name.
         of_codes: whether the form of a weight by group is made of its codes.
+        owner: the kernel whose forms it takes; its own if empty.
     """
     optional = {"group": ("weight_zero", "group_index"), "mx": ("second_scale",)}
     fields: dict[str, Any] = {
         "operations": (FORMATTED[operation].name, *{"group": ROUNDING, "gguf": ROUNDING_GGUF}.get(operation, ())),
         "load": functools.partial(
             _load,
-            owner=kernel_id,
+            owner=owner or kernel_id,
             parts=parts,
             of_codes=of_codes and operation == "group",
             rounds=changes.get("operations") in (ROUNDING, ROUNDING_GGUF),

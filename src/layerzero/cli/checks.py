@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 def fuzz(
     calls: Annotated[int, option("N", "Random calls to make.", min=1)] = 1000,
-    seed: Annotated[int, option("N", "Seed that draws them; the same seed draws the same calls.")] = 0,
+    seed: Annotated[
+        int, option("N", "Seed that draws them; it draws the same calls for the same kernels and operations.")
+    ] = 0,
     kernel: Kernels = NONE,
     operation: Annotated[
         list[str] | None,
@@ -106,15 +108,15 @@ class _Progress:
     """Says how far a run is, and each wrong result at once: a run that is cut off prints no report."""
 
     calls: int
-    shown: int = 0
+    wrong: int = 0
 
     def __call__(self, report: FuzzReport) -> None:
         from layerzero.testing.fuzz import SHOWN
 
-        for failure in report.failures[self.shown : SHOWN]:
+        for failure in report.failures[self.wrong : SHOWN]:
             say(str(failure))
-        self.shown = len(report.failures)
-        say(f"{report.calls} of {self.calls} calls, {self.shown} wrong, {report.rate:.0f} calls a second")
+        self.wrong = len(report.failures)
+        say(f"{report.calls} of {self.calls} calls, {self.wrong} wrong, {report.rate:.0f} calls a second")
 
 
 def add_to(app: Commands) -> None:

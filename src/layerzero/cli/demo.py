@@ -142,14 +142,14 @@ def demo(
 
 
 def busy() -> str:
-    """Other processes that need the cores, in a few words; empty where there are cores for all, or no system says.
+    """The load of the last minute where it needs all cores, in a few words; else, or where no system says it, empty.
 
     Threads of a product wait for the last one of them. Two other processes on two cores made MiniLM take 940 ms by two
     threads in place of 140, 470 where threads waited without spinning, and 180 by one thread as before (Intel Xeon with
     AMX, 2026-12-01).
     """
     cores, load = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return f"{load:.1f} threads shared {cores} cores before: times may be longer" if load >= cores else ""
+    return f"load {load:.1f} of {cores} cores" if load >= cores else ""
 
 
 def _require(needs: Mapping[str, str]) -> None:

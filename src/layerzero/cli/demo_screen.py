@@ -38,7 +38,7 @@ def show(console: Console, result: Mapping[str, Any]) -> None:
     counts = [row["runs"] for row in result["results"]]
     runs = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
     threads = f", {result['threads']} threads" if not result["gpu"] else ""
-    threads += f", busy ({result['busy']})" if result.get("busy") else ""
+    threads += f", busy: {result['busy']}" if result.get("busy") else ""
     measured = f"medians of {runs} turns, of their ratios, and (where those lie)"
     _say(console, f"[bold]{result['device']}[/]{threads}, torch {result['torch']}; {measured}")
     for line in dict.fromkeys(filter(None, [row.get("emulated") for row in result["results"]])):

@@ -185,7 +185,7 @@ def _moved(routed: Routed, place: int) -> Tensor:
     for _ in range(8):
         stepped = {name: _stepped(value, draw) for name, value in wide.arguments.items()}
         other = as_tuple(reference_call(replace(wide, arguments=stepped)))[place]
-        moved = torch.maximum(moved, (other - truth).abs().nan_to_num(0.0))
+        moved = torch.maximum(moved, (other - truth).abs().nan_to_num(0.0, 0.0, 0.0))
     return moved
 
 

@@ -204,8 +204,13 @@ class _Source:
         self.narrow = bool(self.functions)
 
     def call(self, seed: int, number: int, data: int, device: torch.device | str) -> RandomCall:
-        function = self.functions[number % len(self.functions)] if self.narrow else None
+        function = self._function(f"{seed}:{number}:function") if self.narrow else None
         return _cast(random_call(seed, number, function=function, data=data, device=device), f"{seed}:{number}:casts")
+
+    def _function(self, drawn_by: str) -> str:
+        draws = random.Random(drawn_by)  # noqa: S311  # reproducible, not secret
+        weights = [FUNCTIONS[name].weight for name in self.functions]
+        return draws.choices(self.functions, weights if any(weights) else None)[0]  # of collectives each is 0
 
     def numbers(self, first: int, calls: int, seed: int, device: torch.device | str) -> Iterator[int]:
         """Numbers of calls that are routed to the wanted operations."""
@@ -288,7 +293,7 @@ class _Run:
         self.grad = grad < GRAD_SHARE
         call = self._call(0)
         if self.grad and not _taken(call):
-            self.grad = False  # collectives take no gradients
+            self.grad = False  # as of collectives; what is wrong with it otherwise is raised below
             call = self._call(0)
         truth = self.truth(call)
         answer = explain(call.function, **call.arguments)

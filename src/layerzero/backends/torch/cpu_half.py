@@ -69,13 +69,18 @@ ROWS_APART = limit.Custom("bfloat16 on a CPU with AMX: multiples of 32 features"
 """For kernels that hand rows to oneDNN as they are."""
 
 
-def fewer_rows(rows: int) -> limit.Limit:
-    """For kernels that multiply by vectors, where tiles take less for so many rows, a power of two."""
-    return limit.rule(
-        f"rows: fewer than {rows} on a CPU with AMX",
-        lambda facts: _TILES not in facts.device.instruction_sets or facts.size_bits("rows") < rows.bit_length(),
-        got="more",
-    )
+def fewer_rows(rows: int, numbers: int | None = None) -> limit.Limit:
+    """For kernels that multiply by vectors, where tiles take less for so many rows, a power of two.
+
+    ``numbers``: of weights below so many only.
+    """
+
+    def holds(facts: Facts) -> bool:
+        few = _TILES not in facts.device.instruction_sets or facts.size_bits("rows") < rows.bit_length()
+        return few or (numbers is not None and facts.size("in_features") * facts.size("out_features") >= numbers)
+
+    of = "" if numbers is None else f" with a weight of fewer than {numbers} numbers"
+    return limit.rule(f"rows: fewer than {rows} on a CPU with AMX{of}", holds, got="more")
 
 
 def linear_for(facts: Facts, product: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:

@@ -270,6 +270,7 @@ KERNELS = (
         limit.dtype("bfloat16"),
         limit.dim("rows", min=9),
         *_CODES,
+        owner="vllm.cpu.wna16",  # one form of the weight serves both
     ),
     grouped(
         "vllm.cpu.fp8_blocks",

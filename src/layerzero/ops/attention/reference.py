@@ -173,14 +173,18 @@ def lse_of_hidden_rows(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Ten
 
     Shapes: output (B, H, S_q, D_v), lse (B, H, S_q), sinks (H,) → (B, H, S_q)
     """
-    alone = NEGATIVE_INFINITY if sinks is None else sinks.to(lse.dtype).unsqueeze(-1)
-    return lse_of_spoiled_rows(output, torch.where(lse.isinf(), alone, lse))
+    if sinks is None:
+        seen = lse.nan_to_num(torch.nan, NEGATIVE_INFINITY, NEGATIVE_INFINITY)
+    else:
+        seen = torch.where(lse.isinf(), sinks.to(lse.dtype).unsqueeze(-1), lse)
+    return lse_of_spoiled_rows(output, seen)
 
 
 def lse_of_spoiled_rows(output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Put NaN for NaN scores, of which libraries give an infinity or the sum of the others, and NaN in the output.
 
-    NaN scores spoil a whole row of the output, a NaN among values one column: the first and the last say which.
+    NaN scores spoil a whole row of the output, a NaN among values its column: the first and the last say which. NaN
+    in all of a value's row is taken for NaN scores.
 
     Shapes: output (B, H, S_q, D_v), lse (B, H, S_q) → (B, H, S_q)
     """

@@ -233,7 +233,7 @@ def dtype_of(call: CallRecipe) -> str:
 
 
 def text_of(call: CallRecipe) -> str:
-    """The sizes of a call's tensors, each once, and what else tells calls of these sizes apart."""
+    """The sizes of a call's tensors, each once, its arguments that are not neutral, layout and gradients."""
     shapes = dict.fromkeys("x".join(map(str, each.shape)) for each in call.tensors.values())
     operation = REGISTRY.operation(call.operation)
     told = [
