@@ -18,7 +18,7 @@ def often(monkeypatch):
 @pytest.mark.parametrize("function", ["rms_norm", "layer_norm", "attention", "append_kv_", "append_paged_kv_"])
 def test_calls_that_are_cast_are_drawn_and_stay_the_same_with_other_data(function):
     source = fuzz._Source(())
-    source.narrow, source.functions = True, (function,)
+    source.functions = (function,)
     calls = [[source.call(3, number, data, "cpu") for data in (0, 1)] for number in range(120)]
     casts = [[route(each).casts for each in pair] for pair in calls]
     assert all(first == second for first, second in casts)

@@ -92,12 +92,8 @@ def test_what_neighbours_rule_out_is_measured_only_again(tmp_path, monkeypatch):
     assert again.spared == 0
 
 
-def test_who_only_copies_for_too_long_does_not_make_each_run_begin_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
-    lz.configure()
-    ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "ledger"))
-    speed = [1e-3]
-    monkeypatch.setattr(admission, "copy_gb_s", lambda device: speed[0])
+def jobs_of_a_kernel_that_copies():
+    """One call of rows that step, which this kernel gets a copy of."""
 
     @lz.register_kernel("norm.rms", "mine.dense", supported_dtypes=["float32"], limits=[lz.limits.contiguous("input")])
     def dense(input, weight, *, eps):
@@ -105,7 +101,17 @@ def test_who_only_copies_for_too_long_does_not_make_each_run_begin_again(tmp_pat
 
     with lz.record() as recording:
         lz.rms_norm(torch.randn(512, 2048)[:, ::2], torch.randn(1024))
-    jobs = jobs_of(recording.manifest(), "cpu")
+    return jobs_of(recording.manifest(), "cpu")
+
+
+def test_who_only_copies_for_too_long_does_not_make_each_run_begin_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    lz.configure()
+    ENGINE.ledger = StoreLedger(FileLedger(tmp_path / "ledger"))
+    speed = [1e-3]
+    monkeypatch.setattr(admission, "copy_gb_s", lambda device: speed[0])
+
+    jobs = jobs_of_a_kernel_that_copies()
 
     def run(**more):
         return run_jobs(jobs, torch.device("cpu"), effort=QUICK, isolate=False, leave_out=OTHERS, **more)
@@ -139,13 +145,7 @@ def full(monkeypatch):
 def test_calls_are_measured_where_memory_holds_no_copy_to_judge_them_by():
     assert admission.copy_gb_s(torch.device("cpu")) == math.inf
 
-    @lz.register_kernel("norm.rms", "mine.dense", supported_dtypes=["float32"], limits=[lz.limits.contiguous("input")])
-    def dense(input, weight, *, eps):
-        return rms_norm(input, weight.shape, weight, eps)
-
-    with lz.record() as recording:
-        lz.rms_norm(torch.randn(512, 2048)[:, ::2], torch.randn(1024))
-    jobs = jobs_of(recording.manifest(), "cpu")
+    jobs = jobs_of_a_kernel_that_copies()
     tuned = run_jobs(jobs, torch.device("cpu"), effort=QUICK, isolate=False, leave_out=OTHERS)
     assert not tuned.skipped
     assert {entry.status for entry in tuned.contests[0].entries} <= {Status.TIMED, Status.STOPPED}

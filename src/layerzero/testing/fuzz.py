@@ -185,7 +185,7 @@ def replay(
 
 
 class _Source:
-    """What calls are drawn of: all functions, or those of some operations."""
+    """What calls are drawn of: the functions of some operations, or all where there are none."""
 
     def __init__(self, asked: Sequence[str], kernels: Sequence[str] = ()) -> None:
         self.asked, self.kernels = tuple(asked), tuple(kernels)
@@ -201,10 +201,9 @@ class _Source:
         )
         if asked and not self.functions:
             raise KeyError(f"{', '.join(asked)}: wanted operations of a public function; lz.register_function adds one")
-        self.narrow = bool(self.functions)
 
     def call(self, seed: int, number: int, data: int, device: torch.device | str) -> RandomCall:
-        function = self._function(f"{seed}:{number}:function") if self.narrow else None
+        function = self._function(f"{seed}:{number}:function") if self.functions else None
         return _cast(random_call(seed, number, function=function, data=data, device=device), f"{seed}:{number}:casts")
 
     def _function(self, drawn_by: str) -> str:
@@ -218,7 +217,7 @@ class _Source:
         for number in count(first):
             if found == calls or left_out == DRAWS:
                 return
-            wanted = not self.narrow or self._routed(self.call(seed, number, 0, device)) in self.operations
+            wanted = not self.functions or self._routed(self.call(seed, number, 0, device)) in self.operations
             found, left_out = (found + 1, 0) if wanted else (found, left_out + 1)
             if wanted:
                 yield number

@@ -26,18 +26,17 @@ from torch import Tensor
 from layerzero.backends.flashinfer import varlen
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt, is_built, pod_prebuilt
-from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, workspace
+from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, natural_of_decode, workspace
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.core import limits as limit
 from layerzero.core.errors import refuse
 from layerzero.core.facts import Facts
-from layerzero.ops.attention.reference import lse_of_spoiled_rows
 from layerzero.ops.cascade import CASCADE, MERGE_STATES
 from layerzero.ops.paged import mixed
 from layerzero.ops.paged.step import StepMetadata
 
-_LN_2, _LOG2_E = math.log(2.0), math.log2(math.e)
+_LOG2_E = math.log2(math.e)
 _NOTHING = -1e30
 """What stands for -inf in its merge: next to it any other part has all the weight."""
 
@@ -100,8 +99,7 @@ def _load_cascade(facts: Facts) -> Callable[..., Any]:
         output, lse = both.prefix.run(tokens, caches, return_lse=True)
         if shared_blocks < block_tables.shape[1]:
             merge_state_in_place(output, lse, *both.rest.run(tokens, caches, return_lse=True))
-        natural = lse_of_spoiled_rows(output, lse * _LN_2).unsqueeze(-1) if return_lse else None
-        return output.unsqueeze(1) if natural is None else (output.unsqueeze(1), natural)
+        return natural_of_decode(output, lse) if return_lse else output.unsqueeze(1)
 
     return run
 

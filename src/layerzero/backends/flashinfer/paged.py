@@ -127,6 +127,11 @@ def planned_for(
     return planned
 
 
+def natural_of_decode(output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Both results of one query a sequence: (B, H, D_v) and, in base 2, (B, H) to (B, 1, H, D_v) and (B, H, 1)."""
+    return output.unsqueeze(1), lse_of_spoiled_rows(output, lse * math.log(2)).unsqueeze(-1)
+
+
 def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
     kernel = "flashinfer.paged_decode_tensor_cores" if tensor_cores else "flashinfer.paged_decode"
     dtype = facts.tensors["query"].dtype
@@ -152,9 +157,7 @@ def _load(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
         key_cache, value_cache, block_tables, context_lens = pages
         planned = planned_for(step, lambda: StepMetadata(block_tables, context_lens), owner, query, make)
         result = planned.run(query.squeeze(1), (key_cache, value_cache), return_lse=return_lse)
-        if not return_lse:
-            return result.unsqueeze(1)
-        return result[0].unsqueeze(1), lse_of_spoiled_rows(result[0], result[1] * math.log(2)).unsqueeze(-1)
+        return natural_of_decode(*result) if return_lse else result.unsqueeze(1)
 
     return decode
 

@@ -11,7 +11,6 @@ Library: flashinfer-python 0.7.2, Apache-2.0; arXiv:2501.01005.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from layerzero.backends.flashinfer import varlen
 from layerzero.backends.flashinfer.attention import FLASHINFER
 from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt, decode_key, decode_prebuilt
-from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, Planned, planned_for
+from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, Planned, natural_of_decode, planned_for
 from layerzero.core import limits as limit
 from layerzero.core.dtypes import dtype_name
 from layerzero.core.facts import Facts
@@ -28,7 +27,6 @@ from layerzero.core.kernel import Kernel
 from layerzero.core.limit_kinds import Limit
 from layerzero.core.operation import Tolerance
 from layerzero.ops.attention.declare import TOLERANCE
-from layerzero.ops.attention.reference import lse_of_spoiled_rows
 from layerzero.ops.paged.quantized import DECODE, PREFILL, SCALES_OF_HEADS, by_key_head, of_heads, scales_of_heads
 from layerzero.ops.paged.step import StepMetadata
 
@@ -65,8 +63,7 @@ def _load_decode(facts: Facts, tensor_cores: bool) -> Callable[..., Any]:
         result = planned.run(scaled, (key_cache, value_cache), return_lse=return_lse)
         if not return_lse:
             return scale_output(result, value_scale, kv_heads).unsqueeze(1)
-        output = scale_output(result[0], value_scale, kv_heads)
-        return output.unsqueeze(1), lse_of_spoiled_rows(output, result[1] * math.log(2)).unsqueeze(-1)
+        return natural_of_decode(scale_output(result[0], value_scale, kv_heads), result[1])
 
     return decode
 
