@@ -135,7 +135,6 @@ def test_a_call_with_other_data_lies_in_memory_as_it_did(function):
         assert first.text == other.text
 
 
-@pytest.mark.slow
 def test_fuzzing_allows_a_kernel_its_own_tolerance():
     wide = {"tolerance": {"float32": lz.Tolerance(1e-2, 1e-2)}, "tolerance_reason": "it adds up in bfloat16"}
     for name, declared in (("narrow", {}), ("wide", wide)):

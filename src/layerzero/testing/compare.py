@@ -95,6 +95,7 @@ class Expected:
         mutated: what the arguments that it writes into hold afterwards.
         judges: by the name of a result or written argument, its judge, and what that judge knows of the call.
         dtype: that of the call.
+        computed: what kernels compute it in: another where a plan casts.
         random: whether two right results may differ.
         loose: whether an argument makes random what judges would compare: then only shapes and dtypes are, and the
             operation's properties say the rest.
@@ -107,6 +108,7 @@ class Expected:
     mutated: Mapping[str, Tensor]
     judges: Mapping[str, tuple[Judge, Given]]
     dtype: torch.dtype
+    computed: torch.dtype
     random: bool = False
     loose: bool = False
 
@@ -164,6 +166,7 @@ def expected(call: RandomCall) -> Expected:
         {name: wide.arguments[name] for name in operation.schema.mutated},  # type: ignore[misc]  # tensors, all
         judges,
         dtype,
+        computed_dtype(routed),
         chance,
         bool(random_arguments(operation, routed.arguments)),
     )
@@ -240,7 +243,7 @@ def fakes(routed: Routed) -> tuple[Tensor, ...]:
 
 def for_kernel(truth: Expected, kernel: Kernel) -> Expected:
     """The same truth with the kernel's own tolerance, where it has one that is wider."""
-    own = kernel.tolerance.get(dtype_name(truth.dtype))
+    own = kernel.tolerance.get(dtype_name(truth.computed))
     if own is None:
         return truth
     judges = {name: (judge, replace(given, wider=own)) for name, (judge, given) in truth.judges.items()}
@@ -264,8 +267,11 @@ def call_dtype(routed: Routed) -> torch.dtype:
 
     What a plan casts is computed wider, and the result is rounded to that dtype.
     """
-    if "" in routed.casts:
-        return routed.casts[""][1]
+    return routed.casts[""][1] if "" in routed.casts else computed_dtype(routed)
+
+
+def computed_dtype(routed: Routed) -> torch.dtype:
+    """The dtype of the tensor that names a call's dtype, as kernels get it."""
     leading = routed.arguments[routed.operation.schema.dtype_tensor.name]
     assert isinstance(leading, Tensor)
     return leading.dtype

@@ -187,7 +187,7 @@ def holds(trial: Trial, claim: Property) -> Finding:
     truth = compare.for_kernel(compare.expected(trial.call), trial.kernel)
     routed = trial.routed
     wide = replace(routed, arguments={name: compare.widened(value) for name, value in routed.arguments.items()})
-    own = trial.kernel.tolerance.get(dtype_name(truth.dtype))
+    own = trial.kernel.tolerance.get(dtype_name(truth.computed))
     given = Given(truth.dtype, compare.canonical(wide), own)
     results = []
     running, before = trial, None
