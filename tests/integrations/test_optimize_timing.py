@@ -19,6 +19,7 @@ from layerzero.integrations.optimize.modules import norms
 from layerzero.integrations.optimize.swaps import candidate, weights
 from layerzero.integrations.optimize.swaps.swap import FROM_MANY, SIZES, Way, size_of
 from layerzero.integrations.optimize.times import timing
+from layerzero.integrations.optimize.times.report import Optimized
 from layerzero.integrations.optimize.times.timing import Sizes, timed
 
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
@@ -222,6 +223,13 @@ def test_a_module_of_another_model_is_timed_behind_its_weights(layer_clock, monk
     report = lz.optimize(model)
     assert [each.sizes.ratios[0][Way.PLAIN] for each in report.paced] == [pytest.approx(3.0, rel=0.01)]
     assert not report.replaced
+
+
+@pytest.mark.parametrize(("noise", "said"), [(0.02, False), (0.42, True)])
+def test_a_report_says_that_its_times_are_noise(noise, said):
+    found = Sizes(({Way.STOCK: 1.0, Way.PLAIN: 0.08},) * 3, ({Way.PLAIN: noise},) * 3, (9,) * 3, 1.0)
+    report = Optimized(paced=[timing.Paced("Linear", (Way.PLAIN,) * 3, found, kept=True, paths=["head"])])
+    assert ("± 0.42 says little: optimize again on an idle machine" in str(report)) == said
 
 
 def test_a_prompt_begins_where_its_way_gains(monkeypatch):

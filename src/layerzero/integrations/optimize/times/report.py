@@ -28,6 +28,7 @@ BY_CALL = "by call"
 """The kernel of what no few rows can say."""
 
 BUSY = 0.9  # of its time a thread has a core on an idle machine; with less, gains are noise
+NOISE = 0.2  # by which even and odd rounds of random rows differ where other programs compute, 0.02 where none does
 
 PADDING = (
     "padded batches: positions behind a row's last real token give zeros, where they gave what nothing should read; "
@@ -382,6 +383,9 @@ class Optimized:
             lines += ["", f"timed on random rows, {counts}, in {seconds:.1f} s; a share of the model's own time:"]
             shares = [((each.module, each.text), path, None) for each in self.paced for path in each.paths]
             lines += table(("timed", "module", "takes"), shares)
+            noise = max(at[way] for each in self.paced for at, way in zip(each.sizes.noise, each.ways, strict=True))
+            if noise > NOISE:
+                lines.append(f"a share of ± {noise:.2f} says little: optimize again on an idle machine")
         if self.time.lines():
             lines += ["", f"it took {self.seconds:.1f} s", *self.time.lines()]
         lines += [f"next: {each}" for each in self.tune]
