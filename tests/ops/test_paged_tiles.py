@@ -128,7 +128,8 @@ def test_tiles_of_amx_are_multiplied_by_vllm_where_a_cpu_has_them():
     tensors, named, (new, slots) = call(torch.bfloat16)
     report = lz.explain("paged_attention", *tensors, **named)
     codes = {each.code for each in report.failures.get("vllm.cpu.paged_tiles", ())}
-    if codes & {lz.ReasonCode.NOT_INSTALLED, lz.ReasonCode.DEVICE_CAPABILITY_UNSUPPORTED}:
+    Code = lz.ReasonCode
+    if codes & {Code.NOT_INSTALLED, Code.VERSION_UNSUPPORTED, Code.DEVICE_CAPABILITY_UNSUPPORTED}:
         pytest.skip(str(report.failures["vllm.cpu.paged_tiles"][0]))
     assert report.kernel_id == "vllm.cpu.paged_tiles"
     appending = lz.explain("append_paged_kv_", *new, *tensors[1:3], slots)
