@@ -105,7 +105,7 @@ def main() -> None:
         for backend in asked.get("backends", BACKENDS):
             heard.texts.clear()
             try:
-                said = served(asked["root"], kind, backend, asked.get("options", {}))
+                said = served(asked["root"], kind, backend, asked.get("options", {}) | asked.get(backend, {}))
             except Exception as error:  # noqa: BLE001  # one kind says nothing of the next
                 said = {"error": f"{type(error).__name__}: {error}"}
             found[f"{kind} {backend}"] = said | {"log": list(heard.texts)}
