@@ -11,6 +11,8 @@ import importlib
 import os
 from pathlib import Path
 
+import pytest
+
 CHILDREN = Path(__file__).parent / "children"
 
 gc.set_threshold(100_000, 10, 10)  # what is imported is no garbage, and little of what tests make is
@@ -38,3 +40,14 @@ def pytest_configure(config):
             plugin.sendevent = functools.partial(sent, plugin.sendevent)
     if config.getoption("dist", "no") == "no":
         config.pluginmanager.register(importlib.import_module("fresh_process"))
+
+
+@pytest.fixture
+def one_thread():
+    """One thread of torch: two on a busy machine wait for each other by the millisecond."""
+    import torch  # pytest reads this file in the process, too, that hands tests to workers
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -34,11 +34,3 @@ def norm_twice():
 def attention():
     query, key = torch.randn(2, 16, 8, 32), torch.randn(2, 16, 2, 32)
     return query, key, key.clone()
-
-
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

