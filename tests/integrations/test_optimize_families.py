@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from layerzero.integrations.optimize.times import timing
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
 
 import architectures  # noqa: E402  # it imports transformers
-from architectures import GQA, HEAD, SIZES, T5, TWICE, Architecture, inputs  # noqa: E402
+from architectures import GQA, HEAD, PICTURE, SIZES, T5, TWICE, Architecture, inputs  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.* runs its slow reference:layerzero.core.errors.LayerZeroFallbackWarning"),
@@ -145,6 +146,17 @@ def test_a_short_example_leaves_no_trace_in_a_model() -> None:
         report.undo()
         got = mine(ids, decoder_input_ids=ids[:, :4])
     assert torch.equal(got.last_hidden_state, wanted.last_hidden_state)
+
+
+def test_an_example_leaves_no_hooks_behind_that_keep_a_model_from_a_pickle() -> None:
+    sizes = PICTURE | {"neck_hidden_sizes": [8, 8], "fusion_hidden_size": 8, "reassemble_factors": [2, 1]}
+    model = random_model("DPT", "ForDepthEstimation", sizes | {"is_hybrid": False, "backbone_out_indices": [0, 1]})
+    pickle.dumps(model)
+    lz.optimize(model)
+    pickle.dumps(model)
+    pictures = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        assert model(pictures, output_hidden_states=True).hidden_states is not None
 
 
 def test_what_a_tokenizer_adds_is_passed_over_as_by_stock():

@@ -180,9 +180,7 @@ def compared(found: Candidate) -> str:
 
 
 UNFOLLOWED = "its code reads {}, whose changes nothing tells"
-
 WRITES = "its code writes into its attributes or buffers, or what it names"
-
 ELSEWHERE = "its code gives other values for more or larger rows, as one with limits does"
 
 LARGE = 64
@@ -193,10 +191,7 @@ HUGE = 1e8
 
 
 def _elsewhere(found: Candidate) -> Iterator[Tensor]:
-    """Many rows of one token, and one row of many large ones, one small, which shows a norm's eps, one with NaN.
-
-    Then larger ones by far, as far as the dtype goes.
-    """
+    """Many rows of one token; a row of large ones, one small, for a norm's eps, one with NaN; then far larger ones."""
     rows = found.example.flatten(0, -2).repeat(MORE, 1)
     large = rows * LARGE / rows.abs().mean()
     large[0] /= LARGE**3
@@ -318,10 +313,11 @@ def quiet(module: Module, *, restores: bool = False) -> Iterator[None]:
 
     Qwen2-VL keeps how far a call's pictures moved positions: two rows of text raised behind one row with a picture.
     ``restores`` puts texts and inner modules back: a short call exchanges BigBird-Pegasus' attention for good (5.24).
+    Hooks that record hidden states go, too: a model that has them cannot be pickled (DPT, Transformers 5.24).
     """
     states = [(each, each.training, vars(each).get("rope_deltas")) for each in module.modules()]
     plain = [each for each, *_ in states if restores and not isinstance(each, torch.jit.ScriptModule)]
-    kept = [(each, dict(vars(each)), dict(each._modules)) for each in plain]
+    kept = [(each, dict(vars(each)), dict(each._modules), {*each._forward_hooks}) for each in plain]
     for each, _, moved in states:
         each.training = False
         if moved is not None:
@@ -334,9 +330,13 @@ def quiet(module: Module, *, restores: bool = False) -> Iterator[None]:
             each.training = training
             if "rope_deltas" in vars(each):
                 vars(each)["rope_deltas"] = moved
-        for each, own, inner in kept:
+        for each, own, inner, hooks in kept:
             vars(each).update({name: one for name, one in own.items() if isinstance(one, str)})
             each._modules.update(inner)
+            for key in [key for key, one in each._forward_hooks.items() if key not in hooks and is_recorder(one)]:
+                del each._forward_hooks[key]
+            if (noted := "_output_capturing_hooks_installed") not in own:
+                vars(each).pop(noted, None)
 
 
 @contextmanager
