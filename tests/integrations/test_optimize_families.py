@@ -148,6 +148,21 @@ def test_a_short_example_leaves_no_trace_in_a_model() -> None:
     assert torch.equal(got.last_hidden_state, wanted.last_hidden_state)
 
 
+def test_an_example_leaves_what_a_first_call_settles_to_the_callers_own() -> None:
+    """How many tokens each expert of NLLB-MoE takes in training."""
+    sizes = TWICE | {"num_experts": 2, "encoder_sparse_step": 1, "decoder_sparse_step": 1, "router_jitter_noise": 0.0}
+    stock = random_model("NllbMoe", "Model", sizes | {"attention_dropout": 0.0, "moe_token_dropout": 0.0}).double()
+    mine = copy.deepcopy(stock)
+    lz.optimize(mine)
+    ids = torch.randint(3, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for each in (stock, mine):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            outputs.append(each.train()(ids, decoder_input_ids=ids[:, :4]))
+    assert_same(outputs[1], outputs[0])
+
+
 def test_an_example_leaves_no_hooks_behind_that_keep_a_model_from_a_pickle() -> None:
     sizes = PICTURE | {"neck_hidden_sizes": [8, 8], "fusion_hidden_size": 8, "reassemble_factors": [2, 1]}
     model = random_model("DPT", "ForDepthEstimation", sizes | {"is_hybrid": False, "backbone_out_indices": [0, 1]})

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -295,9 +295,8 @@ def distance(got: Any, expected: Any) -> float:
         return 0.0 if torch.equal(got, expected) else float("inf")
     if expected.numel() == 0:
         return 0.0
-    wide, other = expected.double(), got.double()
-    largest = wide.abs().max().item()
-    error = (other - wide).abs().max().item()
+    wide = expected.double()
+    largest, error = wide.abs().max().item(), (got.double() - wide).abs().max().item()
     return error / largest if largest > 0 else error
 
 
@@ -312,8 +311,9 @@ def quiet(module: Module, *, restores: bool = False) -> Iterator[None]:
     """Run a module as it is served: no gradients, no autocast, not training whatever mode it is in, and after no call.
 
     Qwen2-VL keeps how far a call's pictures moved positions: two rows of text raised behind one row with a picture.
-    ``restores`` puts texts and inner modules back: a short call exchanges BigBird-Pegasus' attention for good (5.24).
-    Hooks that record hidden states go, too: a model that has them cannot be pickled (DPT, Transformers 5.24).
+    ``restores`` puts inner modules, texts and numbers back, no flags, which say what became of weights (RWKV): a first
+    call exchanges BigBird-Pegasus' attention for good, and sets how many tokens of a text NLLB-MoE's experts train on.
+    Hooks that record hidden states go: DPT cannot be pickled with them. All of Transformers 5.24.
     """
     states = [(each, each.training, vars(each).get("rope_deltas")) for each in module.modules()]
     plain = [each for each, *_ in states if restores and not isinstance(each, torch.jit.ScriptModule)]
@@ -331,7 +331,7 @@ def quiet(module: Module, *, restores: bool = False) -> Iterator[None]:
             if "rope_deltas" in vars(each):
                 vars(each)["rope_deltas"] = moved
         for each, own, inner, hooks in kept:
-            vars(each).update({name: one for name, one in own.items() if isinstance(one, str)})
+            vars(each).update({at: one for at, one in own.items() if type(one) in {str, int, float, NoneType, Tensor}})
             each._modules.update(inner)
             for key in [key for key, one in each._forward_hooks.items() if key not in hooks and is_recorder(one)]:
                 del each._forward_hooks[key]
