@@ -16,9 +16,10 @@ import transformers
 WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 WORDS = WIDTHS | {"vocab_size": 64, "max_position_embeddings": 32, "eos_token_id": 2, "bos_token_id": 1}
 PICTURES = WIDTHS | {"image_size": 16, "patch_size": 8}
+HALVES = {"layers": 1, "attention_heads": 4, "ffn_dim": 64}
 SPEECH = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16, "d_model": 32, "vocab_size": 64}
 for side in ("encoder", "decoder"):
-    SPEECH |= {f"{side}_layers": 1, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+    SPEECH |= {f"{side}_{name}": size for name, size in HALVES.items()}
 SPEECH |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
@@ -45,6 +46,31 @@ def depths() -> Any:
     )
 
 
+def detector() -> Any:
+    """Neither its configuration nor that of its backbone tells a size of pictures."""
+    stages = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "out_features": ["stage2"]}
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in HALVES.items()}
+    told = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False, "d_model": 32}
+    backbone = transformers.ResNetConfig(**stages)
+    return transformers.DetrModel(transformers.DetrConfig(backbone_config=backbone, num_queries=4, **told, **sides))
+
+
+def clipseg() -> Any:
+    """It wants as many texts as pictures."""
+    sizes = {"text_config": WORDS, "vision_config": PICTURES | {"num_hidden_layers": 2}, "projection_dim": 32}
+    more = {"extract_layers": [0, 1], "reduce_dim": 8, "decoder_intermediate_size": 16}
+    return transformers.CLIPSegForImageSegmentation(transformers.CLIPSegConfig(**sizes, **more))
+
+
+def spectrum() -> Any:
+    return transformers.ASTModel(transformers.ASTConfig(**WIDTHS, max_length=32, num_mel_bins=16))
+
+
+def frames() -> Any:
+    encoder = WIDTHS | {"subsampling_conv_channels": 8, "num_mel_bins": 16, "subsampling_factor": 4}
+    return transformers.ParakeetEncoder(transformers.ParakeetEncoderConfig(**encoder))
+
+
 def pictures() -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor([[5, 7, 2]]), "pixel_values": torch.randn(2, 3, 16, 16)}
 
@@ -53,11 +79,31 @@ def scene() -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.randn(2, 3, 28, 28)}
 
 
+def street() -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 48, 48)}
+
+
+def twice() -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([[5, 7, 2], [4, 2, 0]]), "pixel_values": torch.randn(2, 3, 16, 16)}
+
+
+def bins() -> dict[str, torch.Tensor]:
+    return {"input_values": torch.randn(2, 32, 16)}
+
+
+def heard() -> dict[str, torch.Tensor]:
+    return {"input_features": torch.randn(2, 40, 16)}
+
+
 def sound() -> dict[str, torch.Tensor]:
     return {"input_features": torch.randn(2, 8, 32), "decoder_input_ids": torch.tensor([[1, 5], [1, 6]])}
 
 
-@pytest.mark.parametrize(("make", "call"), [(clip, pictures), (siglip, pictures), (whisper, sound), (depths, scene)])
+MADE_UP = [(clip, pictures), (siglip, pictures), (whisper, sound), (depths, scene), (detector, street)]
+MADE_UP += [(clipseg, twice), (spectrum, bins), (frames, heard)]
+
+
+@pytest.mark.parametrize(("make", "call"), MADE_UP, ids=lambda each: each.__name__)
 def test_attention_is_compared_on_made_up_pictures_and_sound(make: Any, call: Any) -> None:
     model, given = make().eval(), call()
     with torch.no_grad():
@@ -98,3 +144,31 @@ def test_layers_are_proved_behind_a_call_with_a_picture() -> None:
     report = lz.optimize(model, graph=True)
     assert [each.path for each in report.replaced if each.kind == "layer"] == ["model.language_model.layers.0"]
     assert model.model.rope_deltas is moved is not None
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.usefixtures("unmeasured")
+def test_weights_that_a_model_returns_unasked_are_not_lost(inputs: bool) -> None:
+    wide = {"hidden_size": 64, "num_hidden_layers": 2}
+    words = WORDS | wide | {"pad_token_id": 0}
+    told = {"text_config": words, "vision_config": wide | {"patch_size": 8, "image_size": 16}, "num_attention_heads": 4}
+    model = transformers.BridgeTowerModel(transformers.BridgeTowerConfig(**wide, **told)).eval()
+    call = twice()
+    with torch.no_grad():
+        expected = model(**call)
+        report = lz.optimize(model, call if inputs else None, rounds=1, isolate=False)
+        found = model(**call)
+    assert any("it returns attention weights" in each.why for each in report.left)
+    for got, wanted in zip(found.attentions, expected.attentions, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_no_inputs_are_wanted_where_layerzero_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = clip().eval()
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise lz.InvalidCallError("attention", ["wanted no sinks for each token"])
+
+    monkeypatch.setattr(model.text_model, "forward", refuses)
+    (left,) = [each for each in lz.optimize(model).left if each.why.startswith("attention")]
+    assert "it could not be compared (InvalidCallError: attention: wanted no sinks" in left.why

@@ -30,6 +30,7 @@ from layerzero.serving.warmup import Progress
 
 NAME = "layerzero"
 
+WEIGHTS = "it returns attention weights, which fast kernels never form"
 COMPARED = "layerzero_compared"
 """The setting under which both compute: what Transformers computes goes on, and the difference is kept."""
 
@@ -185,11 +186,11 @@ def find(search: Search) -> Iterator[Replaced | Left]:
         if not why:
             exchange = attention_swap(model)
             try:
-                error, why = compared(exchange, example_run(model) if workload is None else workload.run)
+                error, why = compared(exchange, example_run(model) if workload is None else workload.call)
             except Exception as raised:  # what a model raises on an example that was made for another
-                if workload is not None and not isinstance(raised, InvalidCallError):  # ours, not the model's
+                if not (ours := isinstance(raised, InvalidCallError)) and workload is not None:  # no inputs help ours
                     raise
-                why = f"it could not be compared{' without inputs=' * (workload is None)} ({in_short(raised)})"
+                why = f"it could not be compared{' without inputs=' * (not ours)} ({in_short(raised)})"
         if exchange is not None and exchange.chosen:
             said = "it is LayerZero's already, as attn_implementation says"
             yield Left(path, name, f"attention: {said}{why and f', but {why}'}")
@@ -217,7 +218,7 @@ def why_not(model: Any) -> str:
     if all(id(each) in left for each in may):
         return left[id(may[0])]
     if getattr(model.config, "output_attentions", False):
-        return "it returns attention weights, which fast kernels never form"
+        return WEIGHTS
     if _sharing(model):
         gc.collect()  # what waits for it is no other model
         if other := _sharing(model):
@@ -355,10 +356,7 @@ def seen_rows(mask: Tensor | None, *outputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None, str]:
-    """Run a model with both; the largest difference of one attention, and what is wrong with it, empty where nothing.
-
-    None for the difference where the model was not run or made no call.
-    """
+    """Run a model with both; the largest difference of one attention, None without a call, and what is wrong."""
     _know_comparison()
     kernels: dict[str, None] = {}
     errors: list[tuple[float, torch.dtype, str]] = []
@@ -371,10 +369,12 @@ def compared(swap: AttentionSwap, run: Callable[[], Any]) -> tuple[float | None,
     from layerzero.integrations.transformers_patches import EXCHANGES
 
     exchanges = holding(EXCHANGES, not swap.chosen)
-    with holding(_ERRORS, errors), exchanges, calls_told(saw, tried=True), swap.meanwhile(COMPARED):
-        run()
+    with torch.no_grad(), holding(_ERRORS, errors), exchanges, calls_told(saw, tried=True), swap.meanwhile(COMPARED):
+        given = run()
     if not errors:
         return None, "no attention was computed on these inputs"
+    if swap.of == OWN and isinstance(given, Mapping) and "attentions" in given:  # BridgeTower gives them unasked
+        return None, WEIGHTS
     worst, why = verdict(errors)
     if not why and swap.of == OWN and any("reference" in each for each in kernels):
         return None, "no kernel of this machine computes it but the slow reference"

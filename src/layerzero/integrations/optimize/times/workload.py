@@ -145,10 +145,8 @@ def collectives() -> AbstractContextManager[Collectives | None]:
     return Collectives() if several else nullcontext()  # type: ignore[no-untyped-call]
 
 
-SHORTEST_S = 0.05
-"""A sample runs the model as often as fills this, at most :data:`MOST` times."""
-
-MOST = 20
+SHORTEST_S, MOST = 0.05, 20
+"""A sample runs the model as often as fills this, at most so many times."""
 
 
 @dataclass
@@ -333,21 +331,22 @@ def _overrides_of(kind: str) -> Iterator[str]:
                 yield f"{language} kernel for {operator}"
 
 
-SAMPLES = 4000
-"""Of sound at random: a dozen frames of what most models make of it."""
+SAMPLES, FRAMES, SIDE = 4000, 64, 64
+"""Of sound at random: a dozen frames of what most models make of it, or frames; of pictures whose size none tells."""
 
 
 def _of_pictures_or_sound(model: Any, name: str) -> dict[str, Any]:
     """Two random inputs for a model whose example Transformers does not know; nothing for other kinds of input."""
-    kept = (getattr(model.config, each, None) for each in ("vision_config", "backbone_config"))
+    parts = ("vision_config", "backbone_config") if name == "pixel_values" else ("audio_config", "encoder_config")
+    kept = (getattr(model.config, each, None) for each in parts)
     config, generator = next(filter(None, kept), model.config), torch.Generator().manual_seed(0)
-    size = getattr(config, "image_size", None)
-    bins, frames = (getattr(config, each, None) for each in ("num_mel_bins", "max_source_positions"))
-    if name == "input_values":
-        shape: tuple[int, ...] = (2, SAMPLES)
-    elif name == "input_features" and bins and frames:  # Whisper's: a convolution takes every other frame
-        shape = (2, bins, 2 * frames)
-    elif name == "pixel_values" and size is not None:
+    size, bins = getattr(config, "image_size", None) or SIDE, getattr(config, "num_mel_bins", None)
+    frames, longest = (getattr(config, each, None) for each in ("max_source_positions", "max_length"))
+    if name == "input_values":  # or the spectrum of AST
+        shape: tuple[int, ...] = (2, longest, bins) if bins and longest else (2, SAMPLES)
+    elif name == "input_features" and bins:  # Whisper's: a convolution takes every other frame
+        shape = (2, bins, 2 * frames) if frames else (2, FRAMES, bins)
+    elif name == "pixel_values":
         shape = (2, getattr(config, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
     else:
         return {}
@@ -380,21 +379,22 @@ def example_run(model: Any) -> Callable[[], Any]:
             for name, each in example.items()
         }
 
-    def run() -> None:
+    def run() -> Any:
         example = placed(_example(model))
         with quiet(model, restores=True):
             try:
-                model(**example)
+                found = model(**example)
             except Exception:  # words alone are not enough for every model of words and pictures
-                pictures = placed(_of_pictures_or_sound(model, "pixel_values"))
-                if not pictures or "pixel_values" in example:
+                if "pixel_values" in example or "pixel_values" not in signature_of(model.forward).parameters:
                     raise
-                example |= pictures
-                model(**example)
+                pictures = placed(_of_pictures_or_sound(model, "pixel_values"))
+                example = {name: each[:2] for name, each in example.items()} | pictures
+                found = model(**example)
             ids = example.get("input_ids")
             if ids is not None:
                 mask = torch.ones_like(ids)
                 mask[0, :2] = 0
                 model(**{**example, "attention_mask": mask})
+        return found
 
     return run
