@@ -369,3 +369,28 @@ def test_rows_of_the_least_numbers_are_quantized_as_others_are():
             found.append(lz.quantize(x, "int8", per="row"))
     for got, wanted in zip(*found, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-45)
+
+
+def test_a_thread_keeps_its_number_of_threads():
+    """The operators' first loop in it took the process's; with room for fewer that ended the process."""
+    call = torch.randn(3, 64).bfloat16(), lz.quantize_weight(torch.randn(64, 64), "int4", group_size=32)
+    if reasons := lz.explain("quantized_linear", *call, activations="int8").reasons("vllm.cpu.w4a8"):
+        pytest.skip(str(reasons[0]))
+    before = torch.get_num_threads()
+
+    def own():
+        torch.set_num_threads(before + 1)  # one that is larger than the process's is harmless
+        return torch.get_num_threads()
+
+    def run():
+        with lz.scope(locks={"quantized_linear": "vllm.cpu.w4a8"}):
+            return lz.quantized_linear(*call, activations="int8"), torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as fresh:
+        wanted = fresh.submit(own).result()
+        torch.set_num_threads(before)
+        got, has = fresh.submit(run).result()
+    assert has == wanted
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == before
+    assert torch.equal(got, run()[0])

@@ -50,7 +50,7 @@ from layerzero.backends.grouped_weights import IN_FOUR_BITS, ROUNDING, Product, 
 from layerzero.backends.shape_cache import small_alone
 from layerzero.backends.torch.quantized_linear import propagate_nan
 from layerzero.backends.vllm.grouped_linear import int8_kernels
-from layerzero.backends.vllm_cpu.norm import SCRATCH, VLLM_CPU, build_for, instructions, operators
+from layerzero.backends.vllm_cpu.norm import SCRATCH, VLLM_CPU, build_for, instructions, looping, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.activation.formulas import IN_PLACE
@@ -63,8 +63,9 @@ from layerzero.ops.quantize.weight_format import Codes, Fields, WeightFormat, pa
 
 
 def _product(facts: Facts, activation: str | None) -> packed_blocks.Product:
-    library = operators(build_for(facts))
-    operator, pack = library.weight_packed_linear.default, with_size(library.convert_weight_packed.default)
+    build = build_for(facts)
+    operator = operators(build).weight_packed_linear.default
+    pack = with_size(looping(build, "convert_weight_packed"))
     after, ndim = IN_PLACE.get(str(activation)), facts["input_ndim"]
 
     def run(input: Tensor, packed: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -114,8 +115,9 @@ _LIMITS_QUANTIZE = (
 
 
 def _load(facts: Facts) -> Callable[..., Any]:
-    library = operators(build_for(facts))
-    operator, pack = library.int8_scaled_mm_with_quant.default, with_size(library.convert_weight_packed.default)
+    build = build_for(facts)
+    operator, convert = (looping(build, name) for name in ("int8_scaled_mm_with_quant", "convert_weight_packed"))
+    pack = with_size(convert)
     ndim, features, outputs = facts["input_ndim"], facts.size("in_features"), facts.size("out_features")
 
     def run(
@@ -154,8 +156,8 @@ def _wna16(facts: Facts) -> tuple[Pack, Product]:
 
 
 def _w4a8(facts: Facts) -> tuple[Pack, Product]:
-    library, dtype = operators(build_for(facts)), facts.tensors["input"].dtype
-    operator, convert = library.int4_scaled_mm_cpu.default, library.convert_weight_packed_scale_zp.default
+    build, dtype = build_for(facts), facts.tensors["input"].dtype
+    operator, convert = (looping(build, name) for name in ("int4_scaled_mm_cpu", "convert_weight_packed_scale_zp"))
 
     def pack(codes: Codes) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
         codes = regrouped(codes, (128, 64, 32))  # of more it takes blocks of 128, whether they divide a group or not
@@ -190,8 +192,7 @@ def misread(weight: QuantizedWeight) -> Tensor:
 
 def _blocks(facts: Facts) -> tuple[Pack, Product]:
     """Rows of the weight with too much that is misread, as rows of zeros, are kept in bfloat16 and multiplied apart."""
-    library = operators(build_for(facts))
-    operator, convert = library.fp8_scaled_mm_cpu.default, library.convert_weight_packed.default
+    operator, convert = (looping(build_for(facts), name) for name in ("fp8_scaled_mm_cpu", "convert_weight_packed"))
 
     def pack(weight: QuantizedWeight) -> tuple[tuple[Tensor, Tensor, Tensor | None, Tensor], int]:
         data, numbers = weight.fields.data.contiguous(), weight.dequantized(torch.float32)

@@ -41,6 +41,7 @@ from layerzero.backends.vllm_cpu.norm import (
     VLLM_CPU,
     build_for,
     instructions,
+    looping,
     operators,
 )
 from layerzero.core import limits as limit
@@ -150,25 +151,25 @@ def _blocks(library: Any, weight: QuantizedWeight) -> Form:
             raise NotPreparedError("moe_experts", [f"gate_up_weight or down_weight: {problem}"])
     scale = weight.fields.scale
     assert scale is not None
-    return library.convert_weight_packed.default(weight.fields.data.contiguous()), scale.float().contiguous()
+    return library("convert_weight_packed")(weight.fields.data.contiguous()), scale.float().contiguous()
 
 
 def _micro(library: Any, weight: QuantizedWeight) -> Form:
     scale = weight.fields.scale
     assert scale is not None
-    powers = library.convert_scale_packed.default(scale.view(torch.uint8).contiguous())
-    return library.convert_weight_packed.default(weight.fields.data.contiguous()), powers
+    powers = library("convert_scale_packed")(scale.view(torch.uint8).contiguous())
+    return library("convert_weight_packed")(weight.fields.data.contiguous()), powers
 
 
 def _codes(library: Any, weight: QuantizedWeight) -> Form:
     codes = [weight[number].codes for number in range(weight.shape[0])]
     numbers = torch.stack([(each.numbers ^ 128).view(torch.int8) for each in codes])
-    return library.convert_weight_packed.default(numbers), torch.stack([each.scale[:, 0] for each in codes]).float()
+    return library("convert_weight_packed")(numbers), torch.stack([each.scale[:, 0] for each in codes]).float()
 
 
 def _load_fused(facts: Facts, owner: str, method: _Method) -> Callable[..., Tensor]:
-    library = operators(build_for(facts))
-    operator, oai = library.fused_experts_cpu.default, facts["activation"] == "swiglu_oai"
+    library = functools.partial(looping, build_for(facts))
+    operator, oai = library("fused_experts_cpu"), facts["activation"] == "swiglu_oai"
 
     count, widths = facts.size("experts"), (facts.size("joined_features"), facts.size("hidden"))
 
@@ -224,7 +225,7 @@ KERNELS = (
     _fused(
         "vllm.cpu.fused_experts",
         EXPERTS.name,
-        _Method(0, None, lambda library, weight: (library.convert_weight_packed.default(weight), None)),
+        _Method(0, None, lambda library, weight: (library("convert_weight_packed")(weight), None)),
         60,
         # of bfloat16 weights it leaves the bias out before silu, in calls of few tokens an expert (2026-11-26)
         limit.rule(

