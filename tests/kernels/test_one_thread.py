@@ -98,3 +98,28 @@ def test_norms_are_right_on_both_sides_of_the_limit(kernel, rows):
     finally:
         lz.unlock(report.operation)
     torch.testing.assert_close(got[0] if isinstance(got, tuple) else got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_kernel_of_onnx_runtime_takes_the_threads_that_torch_has_now(monkeypatch):
+    """Its session keeps those that it began with: begun in a thread of one, it took one for ever."""
+    runtime = pytest.importorskip("onnxruntime")
+    x, weight, made = torch.randn(3, 40), torch.randn(40), []
+    report = lz.explain("rms_norm", x, weight, eps=0.03)  # no other test has a session of this eps
+    if not any(each.kernel.id == "onnxruntime.rms_norm" and each.legal for each in report.candidates):
+        pytest.skip("onnxruntime.rms_norm cannot run here")
+    usual, before = runtime.InferenceSession, torch.get_num_threads()
+
+    def session(model, options, **named):
+        made.append(options.intra_op_num_threads)
+        return usual(model, options, **named)
+
+    monkeypatch.setattr(runtime, "InferenceSession", session)
+    try:
+        for threads in (1, 2, 1):
+            torch.set_num_threads(threads)
+            with lz.scope(locks={"rms_norm": "onnxruntime.rms_norm"}):
+                got = lz.rms_norm(x, weight, eps=0.03)
+            torch.testing.assert_close(got, torch.nn.functional.rms_norm(x, (40,), weight, 0.03))
+    finally:
+        torch.set_num_threads(before)
+    assert made == [1, 2]

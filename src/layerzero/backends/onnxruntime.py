@@ -58,9 +58,16 @@ _NUMPY = {torch.float32: "float32", torch.float16: "float16"}
 _KINDS = {torch.float32: 1, torch.float16: 10, torch.uint8: 2}  # of onnx.TensorProto
 
 
+def _session(*of: Any, **attributes: Any) -> Any:
+    """The model of one node, for as many threads as torch has now: a session keeps the number that it began with."""
+    return _made(torch.get_num_threads(), *of, **attributes)
+
+
 @functools.lru_cache(maxsize=64)
-def _session(node: str, inputs: tuple[tuple[str, int], ...], rank: int, dtype: torch.dtype, **attributes: Any) -> Any:
-    """Make the model of one node with open sizes; sessions are thread safe, and the 64 used last are kept."""
+def _made(
+    threads: int, node: str, inputs: tuple[tuple[str, int], ...], rank: int, dtype: torch.dtype, **attributes: Any
+) -> Any:
+    """Make such a model with open sizes; sessions are thread safe, and the 64 used last are kept."""
     from onnx import helper
 
     kind = _KINDS[dtype]
@@ -74,17 +81,17 @@ def _session(node: str, inputs: tuple[tuple[str, int], ...], rank: int, dtype: t
         [described(name, axes) for name, axes in inputs],
         [described("output", rank)],
     )
-    return _started(graph)
+    return _started(graph, threads)
 
 
-def _started(graph: Any) -> Any:
+def _started(graph: Any, threads: int) -> Any:
     import onnxruntime
     from onnx import helper
 
     opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors: open sizes give a warning for each
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # idle threads would starve torch's own
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -194,7 +201,7 @@ def _codes(facts: Facts, accuracy: int = 1) -> tuple[Pack, grouped_weights.Produ
             helper.make_tensor_value_info(*each)
             for each in (("input", _KINDS[dtype], ["rows", inputs]), ("output", _KINDS[dtype], ["rows", outputs]))
         ]
-        session = _started(helper.make_graph([node], "codes", ends[:1], ends[1:], tensors))
+        session = _started(helper.make_graph([node], "codes", ends[:1], ends[1:], tensors), torch.get_num_threads())
         return session, 2 * sum(each.nbytes for each in constants.values())
 
     def pack_gguf(weight: QuantizedWeight) -> tuple[tuple[Any, int, Tensor | None], int]:
