@@ -157,6 +157,7 @@ CASES = [
     ("xformers.memory_efficient", "H100", {"return_lse": True}, {Code.LSE_UNSUPPORTED}),
     # other vendors
     ("aiter.flash_attn", "MI300X", {"window": (16, 0), "return_lse": True}, set()),
+    ("aiter.flash_attn", "MI300X", {"window": (0, 0)}, {Code.WINDOW_UNSUPPORTED}),
     ("aiter.flash_attn", "MI210", {}, {Code.DEVICE_CAPABILITY_UNSUPPORTED}),
     ("aiter.flash_attn", "H100", {}, {Code.PLATFORM_MISMATCH}),
     ("habana.fused_sdpa", "Gaudi", {}, set()),
