@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import layerzero as lz
+from layerzero.integrations.optimize.modules import find
 from layerzero.integrations.optimize.modules.find import convolution
 from layerzero.integrations.optimize.swaps.candidate import Candidate, compared
 from layerzero.integrations.optimize.swaps.swap import MARK
@@ -46,6 +47,19 @@ def test_it_gives_what_the_module_gives_and_lies_so(name: str, dtype: torch.dtyp
             torch.testing.assert_close(got, expected, rtol=2e-2 if dtype != torch.float32 else 1e-4, atol=1e-2)
         found.swap.off()
         assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("share", [1, 8])
+def test_a_weight_is_brought_from_the_share_on_that_the_cpu_packs(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "least_share", lambda *_: share)
+    module: Any = nn.Conv2d(64, 64, 3, padding=1).eval()  # a weight of 36,864 numbers and an input of 16,384
+    with torch.no_grad():
+        put_on(module)
+        state, asked = module.__dict__[MARK], []
+        usual = state.forms_for
+        monkeypatch.setattr(type(state), "forms_for", lambda self, input: (asked.append(input), usual(input))[1])
+        module(torch.randn(1, 64, 16, 16))
+    assert len(asked) == (share == 1)
 
 
 @pytest.mark.parametrize("change", ["written", "exchanged", "copied", "stride"])

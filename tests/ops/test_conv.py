@@ -8,6 +8,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from drawing import at_once
+from layerzero.core.device import Device
 from layerzero.ops import OPERATIONS
 
 CALLS = (
@@ -135,6 +136,19 @@ def test_a_packed_weight_that_does_not_pay_is_left(size, named, why):
     assert report.kernel_id == "torch.conv"
     (packed,) = [each for each in report.candidates if each.kernel.id == PACKED]
     assert any(why in str(reason.wanted) for reason in packed.reasons)
+
+
+@needs_onednn
+@pytest.mark.parametrize(
+    ("dtype", "tiles", "why"),
+    [(torch.bfloat16, True, set()), (torch.bfloat16, False, {"weight"}), (torch.float32, True, {"weight"})],
+)
+def test_tiles_of_amx_pack_weights_that_are_less_large(dtype, tiles, why):
+    input, weight, _ = drawn((1, 64, 8, 8), (64, 64, 3, 3), dtype)  # 4.5 times as large as input and result
+    sets = {"avx2", "avx512", "avx512_bf16"} | ({"amx_bf16"} if tiles else set())
+    device = Device(platform="cpu", name="another", vendor="intel", instruction_sets=frozenset(sets))
+    report = lz.explain("conv2d", input, weight, padding=1, packed=lz.PackedWeight(weight), device=device)
+    assert {each.fact for each in report.reasons(PACKED)} == why
 
 
 def test_a_write_past_torchs_count_is_seen_in_a_weight_that_lies_channels_last():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Conv1d, Conv2d, Linear, Module, ModuleDict, ModuleList
 
 import layerzero as lz
-from layerzero.backends.torch.conv import LEAST_SHARE
+from layerzero.backends.torch.conv import least_share
 from layerzero.core import emulation
 from layerzero.core.device import Device
 from layerzero.core.errors import InvalidCallError
@@ -51,7 +51,7 @@ def _conv(self: Any, input: Tensor) -> Any:
     if weight is None or not serves(state, input, weight, bias):
         return type(self).forward(self, input)
     packed = None
-    if not input.is_contiguous() or weight.numel() >= LEAST_SHARE * input.numel():  # else no kernel wants it
+    if not input.is_contiguous() or weight.numel() >= state.share * input.numel():  # else no kernel wants it
         packed = state.forms_for(input)[0]
     try:
         return state.call(input, weight, bias, self.stride, self.padding, self.dilation, self.groups, packed=packed)
@@ -66,7 +66,7 @@ class Convolution(Packs):
 
     def __init__(self, weight: Tensor, name: str) -> None:
         super().__init__((weight,), pack=wants_packed(weight))
-        self.call = getattr(lz, name)
+        self.call, self.share = getattr(lz, name), least_share(weight.dtype, Device.detect(weight.device))
 
 
 def convolution(module: Module) -> Candidate | str | None:
