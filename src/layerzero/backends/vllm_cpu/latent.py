@@ -25,7 +25,15 @@ from torch import Tensor
 
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.torch.cpu_half import has_tiles
-from layerzero.backends.vllm_cpu.norm import IN_32_BITS, IN_THREE_DTYPES, VLLM_CPU, build_for, instructions, operators
+from layerzero.backends.vllm_cpu.norm import (
+    IN_32_BITS,
+    IN_THREE_DTYPES,
+    VLLM_CPU,
+    build_for,
+    instructions,
+    looping,
+    operators,
+)
 from layerzero.backends.vllm_cpu.paged import is_finite
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -65,7 +73,7 @@ def _places(block_tables: Tensor, context_lens: Tensor, page_size: int) -> tuple
 
 
 def _load_tiles(facts: Facts) -> Callable[..., Any]:
-    operator = operators(build_for(facts)).decode_attention_cpu.default
+    operator = looping(build_for(facts), "decode_attention_cpu")
     reference, page_size, heads = facts.operation.reference, facts.size("page_size"), facts.size("heads")
     if instructions(facts) != "amx":
         raise RuntimeError("wanted tiles of AMX, got none from the system")
