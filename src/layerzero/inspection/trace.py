@@ -17,6 +17,7 @@ import torch
 from torch.nn import Module
 
 from layerzero.core.dtypes import dtype_name
+from layerzero.core.eager_state import uncompiled
 from layerzero.core.operation import Function
 from layerzero.core.plan import Plan
 from layerzero.core.system import forking
@@ -209,8 +210,7 @@ def calls_told(saw: Watcher, *, tried: bool = False) -> Iterator[None]:
 def traced(module: Module, run: Callable[[], object]) -> Trace:
     """Tell which kernels the layers of a module ran, whatever runs it."""
     found = Trace()
-    eager = torch.compiler.set_stance
-    with holding(_TRACED, found), found._follow(module), eager("force_eager"), calls_told(found._saw):
+    with holding(_TRACED, found), found._follow(module), uncompiled(), calls_told(found._saw):
         run()
     return found
 
