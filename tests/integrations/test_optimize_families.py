@@ -12,6 +12,7 @@ import torch
 import layerzero as lz
 from clock import Ticking
 from drawing import examples, mostly
+from layerzero.integrations.optimize.swaps import trial
 from layerzero.integrations.optimize.times import timing
 
 transformers = pytest.importorskip("transformers", "5.4", reason="needs transformers >= 5.4")
@@ -161,6 +162,36 @@ def test_an_example_leaves_what_a_first_call_settles_to_the_callers_own() -> Non
         with torch.no_grad():
             outputs.append(each.train()(ids, decoder_input_ids=ids[:, :4]))
     assert_same(outputs[1], outputs[0])
+
+
+def test_an_example_leaves_a_rotation_for_long_texts_as_it_was() -> None:
+    """How far it reaches is a number and a buffer: with one of them put back it turned by other angles."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = random_model("Phi", "Model", SIZES | {"max_position_embeddings": 16, "rope_parameters": rope})
+    long = torch.randint(3, 64, (1, 50), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = model(long).last_hidden_state
+        lz.optimize(model)
+        torch.testing.assert_close(model(long).last_hidden_state, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_call_changes_is_put_back_whole_or_not_at_all() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self, ready: bool | int) -> None:
+            super().__init__()
+            self.table, self.ready = None, ready
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            if not self.ready:
+                self.table, self.ready = torch.ones(3), type(self.ready)(1)
+            return rows * self.table
+
+    for ready, stays in ((0, False), (False, True)):  # a flag may say what became of weights
+        layer = Layer(ready)
+        with trial.unchanged(layer):
+            layer(torch.ones(3))
+        assert (layer.table is not None) is bool(layer.ready) is stays
+        layer(torch.ones(3))
 
 
 def test_an_example_leaves_no_hooks_behind_that_keep_a_model_from_a_pickle() -> None:

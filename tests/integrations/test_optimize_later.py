@@ -14,7 +14,7 @@ from torch import nn
 import layerzero as lz
 from decoders import SIZES, greedy, made, output, tokens, transformers
 from layerzero.integrations.optimize import entrance
-from layerzero.integrations.optimize.swaps.drawn_weights import told_apart
+from layerzero.integrations.optimize.swaps.trial import told_apart
 from layerzero.integrations.optimize.times.report import Optimized, Replaced
 
 pytestmark = [

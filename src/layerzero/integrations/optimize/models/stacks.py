@@ -38,6 +38,7 @@ from layerzero.integrations.optimize.models.padding import (
 )
 from layerzero.integrations.optimize.swaps.candidate import WRITES, agrees, distance, quiet, watching
 from layerzero.integrations.optimize.swaps.swap import MARK, Swap, has_own_forward, is_swapped, stock_forward, trying
+from layerzero.integrations.optimize.swaps.trial import unchanged
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import TimeLeft, tensors_in
@@ -72,7 +73,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
             yield Left(path, type(model).__name__, why)
             continue
         search.tell("checking padding", 0, 1)
-        with quiet(model, restores=True):
+        with unchanged(model), quiet(model):
             yield from _of_model(model, stacks, search.time)
 
 

@@ -27,8 +27,8 @@ from layerzero.integrations.optimize.modules.experts import experts
 from layerzero.integrations.optimize.modules.norms import norm
 from layerzero.integrations.optimize.modules.products import block, linear, linear_then
 from layerzero.integrations.optimize.swaps.candidate import Candidate, candidate, compared, quiet, refusal
-from layerzero.integrations.optimize.swaps.drawn_weights import told_apart
 from layerzero.integrations.optimize.swaps.swap import MARK, SIZES, Way, as_forward, is_dense, serves
+from layerzero.integrations.optimize.swaps.trial import told_apart
 from layerzero.integrations.optimize.swaps.weights import Packs, wants_packed
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -307,17 +307,12 @@ def random_rows(module: Module, size: int, *, dtype: torch.dtype, device: torch.
 
 
 @contextmanager
-def quiet(module: Module, *, restores: bool = False) -> Iterator[None]:
+def quiet(module: Module) -> Iterator[None]:
     """Run a module as it is served: no gradients, no autocast, not training whatever mode it is in, and after no call.
 
     Qwen2-VL keeps how far a call's pictures moved positions: two rows of text raised behind one row with a picture.
-    ``restores`` puts inner modules, texts and numbers back, no flags, which say what became of weights (RWKV): a first
-    call exchanges BigBird-Pegasus' attention for good, and sets how many tokens of a text NLLB-MoE's experts train on.
-    Hooks that record hidden states go: DPT cannot be pickled with them. All of Transformers 5.24.
     """
     states = [(each, each.training, vars(each).get("rope_deltas")) for each in module.modules()]
-    plain = [each for each, *_ in states if restores and not isinstance(each, torch.jit.ScriptModule)]
-    kept = [(each, dict(vars(each)), dict(each._modules), {*each._forward_hooks}) for each in plain]
     for each, _, moved in states:
         each.training = False
         if moved is not None:
@@ -330,13 +325,6 @@ def quiet(module: Module, *, restores: bool = False) -> Iterator[None]:
             each.training = training
             if "rope_deltas" in vars(each):
                 vars(each)["rope_deltas"] = moved
-        for each, own, inner, hooks in kept:
-            vars(each).update({at: one for at, one in own.items() if type(one) in {str, int, float, NoneType, Tensor}})
-            each._modules.update(inner)
-            for key in [key for key, one in each._forward_hooks.items() if key not in hooks and is_recorder(one)]:
-                del each._forward_hooks[key]
-            if (noted := "_output_capturing_hooks_installed") not in own:
-                vars(each).pop(noted, None)
 
 
 @contextmanager

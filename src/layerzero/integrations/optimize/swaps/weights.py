@@ -21,8 +21,8 @@ from layerzero.core.errors import LayerZeroWarning
 from layerzero.core.handle import FOREIGN, STALE
 from layerzero.core.system import forking, warn
 from layerzero.integrations.optimize.swaps.candidate import STRUCTURE, distance, quiet, random_rows
-from layerzero.integrations.optimize.swaps.drawn_weights import told_apart
 from layerzero.integrations.optimize.swaps.swap import FROM_MANY, State, Way, is_dense, size_of, weight_of
+from layerzero.integrations.optimize.swaps.trial import told_apart
 from layerzero.ops.linear.glance import LOOKS
 from layerzero.ops.linear.packed import DENSE, Pack, PackedWeight, Packing
 from layerzero.ops.quantize.weight import QuantizedWeight

@@ -22,6 +22,7 @@ from layerzero.core.device import Device
 from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
 from layerzero.integrations.optimize.swaps.candidate import quiet
+from layerzero.integrations.optimize.swaps.trial import unchanged
 from layerzero.integrations.optimize.times import timing
 from layerzero.tuning.measurement.clocks import current
 from layerzero.tuning.measurement.loop import Step
@@ -332,7 +333,7 @@ def _overrides_of(kind: str) -> Iterator[str]:
 
 
 SAMPLES, FRAMES, SIDE = 4000, 64, 64
-"""Of sound at random: a dozen frames of what most models make of it, or frames; of pictures whose size none tells."""
+"""Random input: samples of sound, a dozen frames for most models; frames; the side of pictures without a known size."""
 
 
 def _of_pictures_or_sound(model: Any, name: str) -> dict[str, Any]:
@@ -340,10 +341,10 @@ def _of_pictures_or_sound(model: Any, name: str) -> dict[str, Any]:
     parts = ("vision_config", "backbone_config") if name == "pixel_values" else ("audio_config", "encoder_config")
     kept = (getattr(model.config, each, None) for each in parts)
     config, generator = next(filter(None, kept), model.config), torch.Generator().manual_seed(0)
-    size, bins = getattr(config, "image_size", None) or SIDE, getattr(config, "num_mel_bins", None)
-    frames, longest = (getattr(config, each, None) for each in ("max_source_positions", "max_length"))
+    size = getattr(config, "image_size", None) or getattr(model.config, "image_size", None) or SIDE
+    frames, most, bins = (getattr(config, each, None) for each in ("max_source_positions", "max_length", "num_mel_bins"))
     if name == "input_values":  # or the spectrum of AST
-        shape: tuple[int, ...] = (2, longest, bins) if bins and longest else (2, SAMPLES)
+        shape: tuple[int, ...] = (2, most, bins) if bins and most else (2, SAMPLES)
     elif name == "input_features" and bins:  # Whisper's: a convolution takes every other frame
         shape = (2, bins, 2 * frames) if frames else (2, FRAMES, bins)
     elif name == "pixel_values":
@@ -381,7 +382,7 @@ def example_run(model: Any) -> Callable[[], Any]:
 
     def run() -> Any:
         example = placed(_example(model))
-        with quiet(model, restores=True):
+        with unchanged(model), quiet(model):
             try:
                 found = model(**example)
             except Exception:  # words alone are not enough for every model of words and pictures
@@ -390,8 +391,7 @@ def example_run(model: Any) -> Callable[[], Any]:
                 pictures = placed(_of_pictures_or_sound(model, "pixel_values"))
                 example = {name: each[:2] for name, each in example.items()} | pictures
                 found = model(**example)
-            ids = example.get("input_ids")
-            if ids is not None:
+            if (ids := example.get("input_ids")) is not None:
                 mask = torch.ones_like(ids)
                 mask[0, :2] = 0
                 model(**{**example, "attention_mask": mask})

@@ -1,7 +1,12 @@
-"""Weights that are one number, as others while a form is proved: in the thread that proves, and in no other.
+"""What a trial of a module changes, and puts back: weights while a form is proved, and what a call leaves behind.
 
 A new model has norms of ones and may have products of zeros, and is loaded or trained later. A form that takes one
-weight for another computes the same until then. Other threads may run the model meanwhile, so they see its own.
+weight for another computes the same until then. So weights that are one number are others, in the thread that proves
+and in no other: other threads may run the model meanwhile, and see its own.
+
+Some models keep something of a call. Of Transformers 5.24: a short one exchanges BigBird-Pegasus' attention for good,
+a long one Phi's rotation, a first one sets how many tokens of a text NLLB-MoE's experts train on, and hooks that record
+hidden states keep DPT from a pickle.
 """
 
 from __future__ import annotations
@@ -9,12 +14,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from layerzero.integrations.optimize.swaps.candidate import weight_problem
+from layerzero.integrations.optimize.swaps.stamp import is_recorder
 
 _NAME = "_parameters"
 
@@ -91,3 +99,29 @@ def _drawn(one: Any, generator: torch.Generator) -> Parameter:
     drawn = torch.rand(one.shape, generator=generator, device="cpu", dtype=torch.float32).to(one.device, one.dtype)
     number, size = one.detach()[(0,) * one.ndim], one.shape[-1] if one.ndim > 1 else 1
     return Parameter(number + (number.abs() or size**-0.5) * (drawn - 0.5), requires_grad=one.requires_grad)
+
+
+@contextmanager
+def unchanged(module: Module) -> Iterator[None]:
+    """Put back what calls replace of a module's numbers, texts, tensors and inner modules, and take recorders away.
+
+    Where one of its flags changed, all stays: that may say what became of weights, as of RWKV's.
+    """
+    held = [
+        (each, dict(vars(each)), dict(each._buffers), dict(each._modules), {*each._forward_hooks})
+        for each in module.modules()
+        if not isinstance(each, torch.jit.ScriptModule)
+    ]
+    try:
+        yield
+    finally:
+        for each, own, buffers, inner, hooks in held:
+            if all(vars(each).get(name) is one for name, one in own.items() if isinstance(one, bool)):
+                plain = {name: one for name, one in own.items() if isinstance(one, (str, int, float, NoneType, Tensor))}
+                vars(each).update(plain)
+                each._buffers.update(buffers)
+                each._modules.update(inner)
+            for key in [key for key, one in each._forward_hooks.items() if key not in hooks and is_recorder(one)]:
+                del each._forward_hooks[key]
+            if (noted := "_output_capturing_hooks_installed") not in own:
+                vars(each).pop(noted, None)
