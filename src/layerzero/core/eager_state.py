@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -150,8 +150,8 @@ def state_values(read: Mapping[str, object], dtype: object) -> dict[str, object]
     }
 
 
-_stances: list[ExitStack] = []
-"""What the first open block set, once for each open block."""
+_stances: list[Any] = []
+"""The stance of torch that the first open block set, once for each open block."""
 
 _STANCES_LOCK = forking.lock()
 
@@ -168,20 +168,11 @@ def uncompiled(wanted: bool = True) -> Iterator[None]:
         yield
         return
     with _STANCES_LOCK:
-        _stances.append(_stances[0] if _stances else _eagerly())
+        _stances.append(_stances[0] if _stances else torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
         with _STANCES_LOCK:
             held = _stances.pop()
             if not _stances:
-                held.close()
-
-
-def _eagerly() -> ExitStack:
-    held = ExitStack()
-    held.enter_context(torch.compiler.set_stance("force_eager"))
-    if torch.__version__ < "2.13":  # torch 2.12 warns that it compiles nothing then
-        held.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "torch.compile with fullgraph=True found no compiled frames")
-    return held
+                held.__exit__(None, None, None)
