@@ -55,11 +55,11 @@ def test_a_weight_is_brought_from_the_share_on_that_the_cpu_packs(share: int, mo
     module: Any = nn.Conv2d(64, 64, 3, padding=1).eval()  # a weight of 36,864 numbers and an input of 16,384
     with torch.no_grad():
         put_on(module)
-        state, asked = module.__dict__[MARK], []
+        state, wanted = module.__dict__[MARK], []
         usual = state.forms_for
-        monkeypatch.setattr(type(state), "forms_for", lambda self, input: (asked.append(input), usual(input))[1])
+        monkeypatch.setattr(type(state), "forms_for", lambda self, input: (wanted.append(input), usual(input))[1])
         module(torch.randn(1, 64, 16, 16))
-    assert len(asked) == (share == 1)
+    assert len(wanted) == (share == 1)
 
 
 @pytest.mark.parametrize("change", ["written", "exchanged", "copied", "stride"])

@@ -50,9 +50,9 @@ def detector() -> Any:
     """Neither its configuration nor that of its backbone tells a size of pictures."""
     stages = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "out_features": ["stage2"]}
     sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in HALVES.items()}
-    told = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False, "d_model": 32}
+    named = {"use_timm_backbone": False, "backbone": None, "use_pretrained_backbone": False, "d_model": 32}
     backbone = transformers.ResNetConfig(**stages)
-    return transformers.DetrModel(transformers.DetrConfig(backbone_config=backbone, num_queries=4, **told, **sides))
+    return transformers.DetrModel(transformers.DetrConfig(backbone_config=backbone, num_queries=4, **named, **sides))
 
 
 def clipseg() -> Any:
@@ -130,11 +130,11 @@ def test_what_a_model_raises_is_told_where_pictures_do_not_help(monkeypatch: pyt
 
 
 def test_layers_are_proved_behind_a_call_with_a_picture() -> None:
-    told = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    named = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
     turned = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     words = WORDS | {"num_key_value_heads": 2, "rope_parameters": turned}
     seen = {"embed_dim": 32, "hidden_size": 32, "depth": 1, "num_heads": 4, "patch_size": 4, "mlp_ratio": 2}
-    config = transformers.Qwen2VLConfig(text_config=words, vision_config=seen, **told)
+    config = transformers.Qwen2VLConfig(text_config=words, vision_config=seen, **named)
     model = transformers.Qwen2VLForConditionalGeneration(config).eval()
     ids = torch.tensor([[5, 62, 60, 60, 60, 60, 63, 7]])
     call = {"input_ids": ids, "mm_token_type_ids": (ids == 60).long(), "image_grid_thw": torch.tensor([[1, 4, 4]])}
@@ -151,8 +151,12 @@ def test_layers_are_proved_behind_a_call_with_a_picture() -> None:
 def test_weights_that_a_model_returns_unasked_are_not_lost(inputs: bool) -> None:
     wide = {"hidden_size": 64, "num_hidden_layers": 2}
     words = WORDS | wide | {"pad_token_id": 0}
-    told = {"text_config": words, "vision_config": wide | {"patch_size": 8, "image_size": 16}, "num_attention_heads": 4}
-    model = transformers.BridgeTowerModel(transformers.BridgeTowerConfig(**wide, **told)).eval()
+    named = {
+        "text_config": words,
+        "vision_config": wide | {"patch_size": 8, "image_size": 16},
+        "num_attention_heads": 4,
+    }
+    model = transformers.BridgeTowerModel(transformers.BridgeTowerConfig(**wide, **named)).eval()
     call = twice()
     with torch.no_grad():
         expected = model(**call)

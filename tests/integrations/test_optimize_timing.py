@@ -229,7 +229,7 @@ def test_a_module_of_another_model_is_timed_behind_its_weights(layer_clock, monk
 def test_a_report_says_that_its_times_are_noise(noise, said):
     found = Sizes(({Way.STOCK: 1.0, Way.PLAIN: 0.08},) * 3, ({Way.PLAIN: noise},) * 3, (9,) * 3, 1.0)
     report = Optimized(paced=[timing.Paced("Linear", (Way.PLAIN,) * 3, found, kept=True, paths=["head"])])
-    assert ("± 0.42 says little: optimize again on an idle machine" in str(report)) == said
+    assert ("± 0.42 says little: optimize again in a new process" in str(report)) == said
 
 
 def test_a_prompt_begins_where_its_way_gains(monkeypatch):

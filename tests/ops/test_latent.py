@@ -39,6 +39,11 @@ def call(lens=(17, 40, 3), queries=1, heads=4, widths=(512, 64), page_size=16, d
     }
 
 
+def widened(given):
+    halves = {name: each.double() for name, each in given.items() if getattr(each, "dtype", None) is torch.bfloat16}
+    return given | halves
+
+
 def test_absorbed_is_attention_with_projected_keys_and_values():
     torch.manual_seed(1)
     given = call((9, 20), queries=2, heads=3, widths=(16, 8), page_size=4, dtype=torch.float64)
@@ -83,10 +88,22 @@ def test_tiles_multiply_what_a_sequence_owns_and_nothing_else(page_size, promise
         pytest.skip(str(missing))
     with lz.scope(locks={NAME: "vllm.cpu.mla_tiles"}):
         got = lz.mla_attention(**given, step=step)
-    floating = {name: each.double() for name, each in given.items() if getattr(each, "dtype", None) is torch.bfloat16}
-    wanted = mla_attention(**given | floating)
+    wanted = mla_attention(**widened(given))
     assert not got[0].isfinite().any()
     torch.testing.assert_close(got[1:].double(), wanted[1:], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("lens", [(2000,), (2000, 0), (3, 40, 700)], ids=str)
+def test_tiles_take_a_sequence_in_parts(lens):
+    given = call(lens, heads=16, page_size=32, dtype=torch.bfloat16)
+    missing = lz.explain("mla_attention", **given).reasons("vllm.cpu.mla_tiles")
+    if missing:
+        pytest.skip(str(missing))
+    torch.set_num_threads(8)  # four parts and more
+    with lz.scope(locks={NAME: "vllm.cpu.mla_tiles"}):
+        got = lz.mla_attention(**given)
+    torch.testing.assert_close(got.double(), mla_attention(**widened(given)), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("kernel", KERNELS[:2])

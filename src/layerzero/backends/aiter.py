@@ -3,7 +3,8 @@
 Read: aiter/ops/mha.py of ROCm/aiter, commit e4048607a5 (2026-11-21). ``flash_attn_func`` takes BSHD, aligns causal
 bottom-right, groups query heads, and returns the log-sum-exp (natural, (B, H, S_q)) with the output. Its window has a
 third number, sinks at the start of the keys, which is 0 here. It compiles kernels on first use. Of bfloat16 with a
-head_dim of 128 it takes a window without keys to either side for none (``swa``), and its kernel then raises.
+head_dim of 128 it takes a window without keys to either side for none (``swa``), and its kernel then raises: such
+windows are refused for all.
 Library: amd-aiter, MIT.
 """
 
@@ -75,7 +76,7 @@ KERNELS = (
         limit.equal("value_dim", "head_dim"),
         limit.positive("scale"),
         limit.rule(
-            "window: keys to the left, or so many to the right",
+            "window: at least one key to one side",
             lambda facts: facts["window"] is None or facts["window"][0] != 0 or facts["window"][1] > 0,
             "WINDOW_UNSUPPORTED",
         ),

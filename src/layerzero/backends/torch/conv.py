@@ -52,7 +52,7 @@ LEAST_SHARE = 8
 def least_share(dtype: object, device: Device) -> int:
     """The same for a device: 1 of bfloat16 by tiles of AMX, where the new order takes more than the product.
 
-    There 23 convolutions with a share of 1.04 to 47 took 0.28 to 0.98 of torch's time, those with less up to 1.21
+    There 23 convolutions took 0.28 to 0.98 of torch's time with a share of 1.04 to 47. With less they took up to 1.21
     (Intel Xeon, CPU time of one thread, torch 2.13.0, 2026-12-01).
     """
     return 1 if dtype is torch.bfloat16 and "amx_bf16" in device.instruction_sets else LEAST_SHARE

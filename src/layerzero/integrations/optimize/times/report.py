@@ -385,7 +385,9 @@ class Optimized:
             lines += table(("timed", "module", "takes"), shares)
             noise = max(at[way] for each in self.paced for at, way in zip(each.sizes.noise, each.ways, strict=True))
             if noise > NOISE:
-                lines.append(f"a share of ± {noise:.2f} says little: optimize again on an idle machine")
+                lines.append(
+                    f"a share of ± {noise:.2f} says little: optimize again in a new process on an idle machine"
+                )
         if self.time.lines():
             lines += ["", f"it took {self.seconds:.1f} s", *self.time.lines()]
         lines += [f"next: {each}" for each in self.tune]
