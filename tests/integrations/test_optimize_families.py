@@ -164,15 +164,23 @@ def test_an_example_leaves_what_a_first_call_settles_to_the_callers_own() -> Non
     assert_same(outputs[1], outputs[0])
 
 
-def test_an_example_leaves_a_rotation_for_long_texts_as_it_was() -> None:
-    """How far it reaches is a number and a buffer: with one of them put back it turned by other angles."""
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = random_model("Phi", "Model", SIZES | {"max_position_embeddings": 16, "rope_parameters": rope})
-    long = torch.randint(3, 64, (1, 50), generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("name", "first"), [("Phi", 50), ("Llama", 50), ("ModernBert", 0)])
+def test_an_example_leaves_a_rotation_for_long_texts_as_it_was(name: str, first: int) -> None:
+    """How far it reaches is a number, which a first long text may make, and a buffer: with one alone it is wrong."""
+    rope: Any = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    if name == "ModernBert":
+        rope = dict.fromkeys(("full_attention", "sliding_attention"), rope)
+    stock = random_model(name, "Model", SIZES | {"max_position_embeddings": 8, "rope_parameters": rope})
+    ids = torch.randint(3, 64, (1, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        wanted = model(long).last_hidden_state
-        lz.optimize(model)
-        torch.testing.assert_close(model(long).last_hidden_state, wanted, atol=1e-4, rtol=1e-4)
+        if first:
+            stock(ids[:, :first])
+        mine = copy.deepcopy(stock)
+        lz.optimize(mine)
+        for length in (9, 12, 16, 50):
+            one, two = copy.deepcopy((stock, mine))
+            wanted, got = (each(ids[:, :length]).last_hidden_state for each in (one, two))
+            torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_what_a_call_changes_is_put_back_whole_or_not_at_all() -> None:

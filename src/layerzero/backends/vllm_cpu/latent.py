@@ -77,7 +77,7 @@ def _load_tiles(facts: Facts) -> Callable[..., Any]:
     operator = looping(build_for(facts), "decode_attention_cpu")
     reference, page_size, heads = facts.operation.reference, facts.size("page_size"), facts.size("heads")
     if instructions(facts) != "amx":
-        raise RuntimeError("wanted tiles of AMX, got none from the system; other kernels compute it")
+        raise RuntimeError("wanted tiles of AMX, got none from the system; other kernels compute this call")
     owner = f"vllm.cpu.mla_tiles {page_size}"
 
     def made(step: StepMetadata) -> _Tokens:

@@ -18,18 +18,12 @@ from layerzero.core.errors import in_short
 from layerzero.inspection.trace import traced
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap, Search
 from layerzero.integrations.optimize.layers import layer_timing
-from layerzero.integrations.optimize.layers.layer_timing import (
-    Around,
-    among_weights,
-    around,
-    attention_costs,
-    cut,
-    shapes_of,
-)
+from layerzero.integrations.optimize.layers.layer_timing import Around, among_weights, around, attention_costs
 from layerzero.integrations.optimize.layers.whole_steps import Settled, keep_what_steps_gain
 from layerzero.integrations.optimize.models.padding import noted, without_padding
 from layerzero.integrations.optimize.modules import find as modules
 from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, quiet
+from layerzero.integrations.optimize.swaps.trial import unchanged
 from layerzero.integrations.optimize.times.module_times import ROUNDS, Spent, spent
 from layerzero.integrations.optimize.times.report import BY_CALL, Optimized, Replaced, Timed, switch_all
 from layerzero.integrations.optimize.times.timing import (
@@ -334,7 +328,7 @@ def time_random_rows(search: Search, report: Optimized) -> None:
         if one.candidate is not None and one.candidate.example.device.type in TIMED:
             alike[modules.shape_of(one.candidate), before.about].append(one)
     search.tell("timing modules", 0, 1)
-    with quiet(before.model):
+    with unchanged(before.model), quiet(before.model):
         for each, _ in _settled(alike, functools.partial(modules.measured, before.run, passed), report):
             _tell(each, report, untimed)
     for each_of in [] if search.graph else decoders:
@@ -353,8 +347,8 @@ def _settled_layers(
     def measure(group: list[Replaced]) -> Sizes | None:
         return layer_timing.measured(group, whole, exchange, report.time.deadline.passed, ours=ours)
 
-    found = _settled(shapes_of(whole, exchange, ours=ours), measure, report, stays=stays)
-    cut(whole)
+    found = _settled(layer_timing.shapes_of(whole, exchange, ours=ours), measure, report, stays=stays)
+    layer_timing.cut(whole)
     return found
 
 

@@ -22,6 +22,7 @@ from layerzero.integrations.optimize.layers.encoders import Encoder
 from layerzero.integrations.optimize.layers.layer_timing import PAST, called_with, filled
 from layerzero.integrations.optimize.swaps.candidate import quiet
 from layerzero.integrations.optimize.swaps.swap import SIZES, Swap, Way
+from layerzero.integrations.optimize.swaps.trial import unchanged
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import Optimized, Replaced, switch_all
 from layerzero.integrations.optimize.times.timing import DOUBTS, LEAST, OUTWEIGHED, Paced, agree
@@ -151,7 +152,7 @@ class _Steps:
         return "steps", type(model), shapes, tuple(ways), self._loss, torch.get_num_threads(), current_policy()
 
     def _lost(self, count: int) -> float:
-        with quiet(self._exchange.model):
+        with unchanged(self._exchange.model), quiet(self._exchange.model):
             for ours in (True, True, False):  # the first one chooses kernels and packs
                 longest = self._row(count, 1, ours=ours)
             if not 0.0 < longest <= LONGEST_S:

@@ -12,7 +12,7 @@ hidden states keep DPT from a pickle.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import NoneType
 from typing import Any
@@ -101,11 +101,16 @@ def _drawn(one: Any, generator: torch.Generator) -> Parameter:
     return Parameter(number + (number.abs() or size**-0.5) * (drawn - 0.5), requires_grad=one.requires_grad)
 
 
+_PLAIN = (str, int, float, NoneType, Tensor, tuple, torch.dtype, torch.device)
+_NOTED = "_output_capturing_hooks_installed"
+
+
 @contextmanager
 def unchanged(module: Module) -> Iterator[None]:
-    """Put back what calls replace of a module's numbers, texts, tensors and inner modules, and take recorders away.
+    """Put back what calls change of a module's numbers, texts, tensors and inner modules, and take recorders away.
 
-    Where one of its flags changed, all stays: that may say what became of weights, as of RWKV's.
+    What a call wrote into a tensor stays. Where one of its flags changed, all of a module stays: that may say what
+    became of weights, as of RWKV's.
     """
     held = [
         (each, dict(vars(each)), dict(each._buffers), dict(each._modules), {*each._forward_hooks})
@@ -116,12 +121,23 @@ def unchanged(module: Module) -> Iterator[None]:
         yield
     finally:
         for each, own, buffers, inner, hooks in held:
-            if all(vars(each).get(name) is one for name, one in own.items() if isinstance(one, bool)):
-                plain = {name: one for name, one in own.items() if isinstance(one, (str, int, float, NoneType, Tensor))}
-                vars(each).update(plain)
-                each._buffers.update(buffers)
-                each._modules.update(inner)
             for key in [key for key, one in each._forward_hooks.items() if key not in hooks and is_recorder(one)]:
                 del each._forward_hooks[key]
-            if (noted := "_output_capturing_hooks_installed") not in own:
-                vars(each).pop(noted, None)
+            now = vars(each)
+            if _NOTED not in own:
+                now.pop(_NOTED, None)
+            if _flags(now) == _flags(own):
+                _replace(now, {name: one for name, one in own.items() if isinstance(one, _PLAIN)})
+                _replace(each._buffers, buffers)
+                _replace(each._modules, inner)
+
+
+def _flags(held: Mapping[str, Any]) -> dict[str, bool]:
+    return {name: one for name, one in held.items() if isinstance(one, bool)}
+
+
+def _replace(now: MutableMapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Leave the plain entries and modules that were there before, and no others."""
+    for name in [name for name, one in now.items() if isinstance(one, (*_PLAIN, Module)) and name not in before]:
+        del now[name]
+    now.update(before)
