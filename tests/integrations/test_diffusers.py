@@ -29,16 +29,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
+def _alone(one_thread: None) -> Iterator[None]:
     """diffusers keeps the backend that was set last for the whole process."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 
-    before, threads = Registry._active_backend, torch.get_num_threads()
+    before = Registry._active_backend
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # two wait for each other on a busy machine
     yield
     Registry._active_backend = before
-    torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +23,8 @@ from layerzero.integrations import diffusers_rotary as rotary
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def _alone(one_thread: None) -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def rotations(model: Any, call: dict[str, Any]) -> int:

@@ -11,13 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+def example(request: pytest.FixtureRequest, one_thread: None) -> Iterator[ModuleType]:
     path = FOLDER / f"{request.param}.py"
     if not path.exists():
         pytest.skip("examples are not part of an installed package")
@@ -32,10 +31,7 @@ def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         if str(error.name).startswith("layerzero"):
             raise
         pytest.skip(f"{path.name} needs {error.name}")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # two wait for each other on a busy machine
     yield module
-    torch.set_num_threads(threads)
     del sys.modules[spec.name]
 
 

@@ -196,7 +196,7 @@ def test_what_a_call_changes_is_put_back_whole_or_not_at_all() -> None:
 
     for ready, stays in ((0, False), (False, True)):  # a flag may say what became of weights
         layer = Layer(ready)
-        with trial.unchanged(layer):
+        with trial.as_served(layer):
             layer(torch.ones(3))
         assert (layer.table is not None) is bool(layer.ready) is stays
         layer(torch.ones(3))

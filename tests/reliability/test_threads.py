@@ -13,12 +13,9 @@ from layerzero.tuning.storage.files import FileLedger
 
 
 @pytest.fixture
-def threads():
+def threads(one_thread):
     """Two threads, and as many as before afterwards."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from layerzero.integrations.optimize.layers.layer_timing import Around, among_we
 from layerzero.integrations.optimize.layers.whole_steps import Settled, keep_what_steps_gain
 from layerzero.integrations.optimize.models.padding import noted, without_padding
 from layerzero.integrations.optimize.modules import find as modules
-from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance, quiet
-from layerzero.integrations.optimize.swaps.trial import unchanged
+from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, distance
+from layerzero.integrations.optimize.swaps.trial import as_served
 from layerzero.integrations.optimize.times.module_times import ROUNDS, Spent, spent
 from layerzero.integrations.optimize.times.report import BY_CALL, Optimized, Replaced, Timed, switch_all
 from layerzero.integrations.optimize.times.timing import (
@@ -328,7 +328,7 @@ def time_random_rows(search: Search, report: Optimized) -> None:
         if one.candidate is not None and one.candidate.example.device.type in TIMED:
             alike[modules.shape_of(one.candidate), before.about].append(one)
     search.tell("timing modules", 0, 1)
-    with unchanged(before.model), quiet(before.model):
+    with as_served(before.model):
         for each, _ in _settled(alike, functools.partial(modules.measured, before.run, passed), report):
             _tell(each, report, untimed)
     for each_of in [] if search.graph else decoders:

@@ -44,7 +44,7 @@ from layerzero.integrations.optimize.swaps.candidate import (
 from layerzero.integrations.optimize.swaps.reads import Listening
 from layerzero.integrations.optimize.swaps.stamp import Stamp
 from layerzero.integrations.optimize.swaps.swap import Swap, stock_forward, trying, weight_of
-from layerzero.integrations.optimize.swaps.trial import told_apart, unchanged
+from layerzero.integrations.optimize.swaps.trial import as_served, told_apart
 from layerzero.integrations.optimize.swaps.weights import is_plain, wants_packed
 from layerzero.integrations.optimize.times.report import NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import TimeLeft
@@ -230,7 +230,7 @@ def _calls_of(
         if len(given) == 1:
             calls.setdefault(id(module), []).append((given[0], dict(named)))
 
-    with watching([each.module for each in parts], keep), unchanged(model), quiet(model), seeing(exchange) as seen:
+    with watching([each.module for each in parts], keep), as_served(model), seeing(exchange) as seen:
         for rows, mask in ((ids, torch.ones_like(ids)), (ids, hidden), (more, torch.ones_like(more))):
             given = model(input_ids=rows[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
             handed = next((cache_in(made[-1][1]) for made in calls.values()), None)  # a head may return no cache

@@ -20,9 +20,9 @@ from layerzero.integrations.optimize.attention.transformers import AttentionSwap
 from layerzero.integrations.optimize.layers.encoders import Encoder
 from layerzero.integrations.optimize.layers.inner import forget_table
 from layerzero.integrations.optimize.layers.layer import Layer
-from layerzero.integrations.optimize.swaps.candidate import TOLERANCE, quiet
+from layerzero.integrations.optimize.swaps.candidate import TOLERANCE
 from layerzero.integrations.optimize.swaps.swap import SIZES, Way, is_dense, weight_of
-from layerzero.integrations.optimize.swaps.trial import unchanged
+from layerzero.integrations.optimize.swaps.trial import as_served
 from layerzero.integrations.optimize.times.report import Replaced
 from layerzero.integrations.optimize.times.timing import LEAST, Paced, Prepare, Sizes, Untimed, timed
 
@@ -133,7 +133,7 @@ def measured(
         if not entire and (after is None or after.norms[0] is not state.following):
             state.following = None  # the layer that would read it is not run next
     try:
-        with unchanged(exchange.model), quiet(exchange.model):
+        with as_served(exchange.model):
             sizes: list[dict[Way, Prepare]] = []
             for count in SIZES:
                 past = PAST if count != SIZES[-1] and not encodes else 0
@@ -177,7 +177,7 @@ class Around:
 def around(whole: Sequence[Replaced], exchange: AttentionSwap) -> Around:
     """The first layer of a model, after it was decided how its layers compute."""
     first = whole[0]
-    with unchanged(exchange.model), quiet(exchange.model):
+    with as_served(exchange.model):
         others, named = _handed(exchange.model, whole, 1, 0)[id(first.swap.module)]
     hidden, state = _hidden(first, 1), _state(first)
 

@@ -20,9 +20,8 @@ from layerzero.integrations.optimize.attention.dynamic_cache import name_of
 from layerzero.integrations.optimize.attention.transformers import AttentionSwap
 from layerzero.integrations.optimize.layers.encoders import Encoder
 from layerzero.integrations.optimize.layers.layer_timing import PAST, called_with, filled
-from layerzero.integrations.optimize.swaps.candidate import quiet
 from layerzero.integrations.optimize.swaps.swap import SIZES, Swap, Way
-from layerzero.integrations.optimize.swaps.trial import unchanged
+from layerzero.integrations.optimize.swaps.trial import as_served
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import Optimized, Replaced, switch_all
 from layerzero.integrations.optimize.times.timing import DOUBTS, LEAST, OUTWEIGHED, Paced, agree
@@ -152,7 +151,7 @@ class _Steps:
         return "steps", type(model), shapes, tuple(ways), self._loss, torch.get_num_threads(), current_policy()
 
     def _lost(self, count: int) -> float:
-        with unchanged(self._exchange.model), quiet(self._exchange.model):
+        with as_served(self._exchange.model):
             for ours in (True, True, False):  # the first one chooses kernels and packs
                 longest = self._row(count, 1, ours=ours)
             if not 0.0 < longest <= LONGEST_S:

@@ -36,9 +36,9 @@ from layerzero.integrations.optimize.models.padding import (
     tokens_of,
     without_padding,
 )
-from layerzero.integrations.optimize.swaps.candidate import WRITES, agrees, distance, quiet, watching
+from layerzero.integrations.optimize.swaps.candidate import WRITES, agrees, distance, watching
 from layerzero.integrations.optimize.swaps.swap import MARK, Swap, has_own_forward, is_swapped, stock_forward, trying
-from layerzero.integrations.optimize.swaps.trial import unchanged
+from layerzero.integrations.optimize.swaps.trial import as_served
 from layerzero.integrations.optimize.times import timing
 from layerzero.integrations.optimize.times.report import BY_CALL, NO_TIME, Left, Replaced
 from layerzero.integrations.optimize.times.workload import TimeLeft, tensors_in
@@ -73,7 +73,7 @@ def find(search: Search) -> Iterator[Replaced | Left]:
             yield Left(path, type(model).__name__, why)
             continue
         search.tell("checking padding", 0, 1)
-        with unchanged(model), quiet(model):
+        with as_served(model):
             yield from _of_model(model, stacks, search.time)
 
 

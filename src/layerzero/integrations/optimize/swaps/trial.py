@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from layerzero.integrations.optimize.swaps.candidate import weight_problem
+from layerzero.integrations.optimize.swaps.candidate import quiet, weight_problem
 from layerzero.integrations.optimize.swaps.stamp import is_recorder
 
 _NAME = "_parameters"
@@ -106,8 +106,8 @@ _NOTED = "_output_capturing_hooks_installed"
 
 
 @contextmanager
-def unchanged(module: Module) -> Iterator[None]:
-    """Put back what calls change of a module's numbers, texts, tensors and inner modules, and take recorders away.
+def as_served(module: Module) -> Iterator[None]:
+    """Run a model :func:`quiet`, and put back what calls change: numbers, texts, tensors, inner modules, recorders.
 
     What a call wrote into a tensor stays. Where one of its flags changed, all of a module stays: that may say what
     became of weights, as of RWKV's.
@@ -118,7 +118,8 @@ def unchanged(module: Module) -> Iterator[None]:
         if not isinstance(each, torch.jit.ScriptModule)
     ]
     try:
-        yield
+        with quiet(module):
+            yield
     finally:
         for each, own, buffers, inner, hooks in held:
             for key in [key for key, one in each._forward_hooks.items() if key not in hooks and is_recorder(one)]:

@@ -21,8 +21,7 @@ from layerzero.core.arguments import signature_of
 from layerzero.core.device import Device
 from layerzero.engine.config import current_policy
 from layerzero.engine.registry import REGISTRY
-from layerzero.integrations.optimize.swaps.candidate import quiet
-from layerzero.integrations.optimize.swaps.trial import unchanged
+from layerzero.integrations.optimize.swaps.trial import as_served
 from layerzero.integrations.optimize.times import timing
 from layerzero.tuning.measurement.clocks import current
 from layerzero.tuning.measurement.loop import Step
@@ -382,7 +381,7 @@ def example_run(model: Any) -> Callable[[], Any]:
 
     def run() -> Any:
         example = placed(_example(model))
-        with unchanged(model), quiet(model):
+        with as_served(model):
             try:
                 found = model(**example)
             except Exception:  # words alone are not enough for every model of words and pictures
