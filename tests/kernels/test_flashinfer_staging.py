@@ -1,4 +1,4 @@
-"""A plan is not written where the device has yet to copy the one before, whichever wrapper wrote that."""
+"""FlashInfer's calls run one at a time; no plan is written where the device has yet to copy the one before."""
 
 from __future__ import annotations
 
@@ -9,10 +9,32 @@ import weakref
 import pytest
 import torch
 
-from layerzero.backends.flashinfer import plan
+from layerzero.backends.flashinfer import attention, plan
 from layerzero.backends.flashinfer.plan import Staging
+from layerzero.core import limits as limit
+from layerzero.engine.registry import REGISTRY
 
 CUDA = torch.device("cuda", 0)
+
+
+def test_one_thread_at_a_time_sets_and_launches():
+    """Its host code runs without Python's lock: what one call set is what it launches with."""
+    inside = []
+
+    def load(facts):
+        def run(number, *, wanted):
+            inside.append((number, attention._LAUNCHES.locked()))
+            return wanted
+
+        return run
+
+    made = attention.kernel("flashinfer.invented", "norm.rms", load, limit.dtype("float32"), priority=1)
+    assert made.load(None)(3, wanted=4) == 4
+    assert inside == [(3, True)]
+    assert not attention._LAUNCHES.locked()
+    alone = {"flashinfer.all_reduce", "flashinfer.all_reduce_add_rms_norm"}  # ranks may be threads that wait for others
+    kernels = [each for each in REGISTRY.kernels() if each.backend is attention.FLASHINFER]
+    assert {each.id for each in kernels if not hasattr(each.load, "__wrapped__")} == alone
 
 
 class Device:

@@ -97,6 +97,33 @@ def test_flashinfer_plans_once_for_a_pattern_and_again_when_it_changed(monkeypat
     assert planned[1][1][0] == 5
 
 
+@pytest.mark.parametrize("heads_first", [(1, 3), (3, 1)], ids=["one head", "one token"])
+def test_flashinfer_reads_blocks_of_unlike_sizes_from_new_memory(monkeypatch, heads_first):
+    """A tensor of one head or one token is dense however its axes lie, and may begin anywhere."""
+    read = []
+
+    class Wrapper:
+        def __init__(self, *_):
+            pass
+
+        def plan(self, *_, **__):
+            pass
+
+        def run(self, *tensors):
+            read.extend(tensors)
+            return tensors[0]
+
+    module = types.SimpleNamespace(VariableBlockSparseAttentionWrapper=Wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer.sparse", module)
+    monkeypatch.setattr(flashinfer, "workspace", lambda *_, **__: None)
+    heads, tokens = heads_first
+    given = [torch.randn(tokens * heads * 64 + 5)[5:].view(tokens, heads, 64) for _ in range(3)]
+    one = torch.ones(heads, 1, 1, dtype=torch.bool), *(torch.full((heads, 1), tokens, dtype=torch.int32),) * 2
+    run = flashinfer._load_sparse_variable(lz.explain("variable_sparse_attention", *given, *one).facts)
+    assert torch.equal(run(*given, *one), given[0])
+    assert [each.data_ptr() % 16 for each in read] == [0, 0, 0]
+
+
 WRONG = [
     (lambda c: {"query": c["query"][:-1]}, "query: wanted 4 rows of 16 queries"),
     (lambda c: {"key": c["key"][:-1], "value": c["value"][:-1]}, "key: wanted whole blocks of 16 keys, got 95"),

@@ -18,6 +18,7 @@ Library: flashinfer-python 0.7.2, Apache-2.0, arXiv:2501.01005.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +31,10 @@ from layerzero.backends.flashinfer.plan import PLANS, FlashInferPlan, plan_befor
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
-from layerzero.core.kernel import Backend, Kernel
+from layerzero.core.kernel import Backend, Kernel, Load
 from layerzero.core.limit_kinds import Limit, OfTensors
 from layerzero.core.reasons import Reason, ReasonCode
+from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import lse_of_spoiled_rows
 
@@ -41,9 +43,9 @@ FLASHINFER = Backend(
     summary="FlashInfer: attention, sampling, norms and rotations, compiled on first use",
     import_name="flashinfer",
     distribution="flashinfer-python",
-    # Dense, ragged, latent, quantised and cascaded attention of 0.7.4 passed conformance, and blocks and merges; paged
-    # attention, sampling, norms, rotations and gates wait for it (H200, 2026-12-01).
-    versions=">=0.7.2,<0.7.3",
+    # All kernels of 0.7.4 passed conformance but for threads in three: norms, PODs and tinygemm. Under the lock below
+    # norms were right in threads, and tinygemm in fresh ones; PODs wait for a run (H200, 2026-12-01).
+    versions=">=0.7.2,<0.7.5",
     tested=("0.7.2.post1",),
     requires=("cuda>=12.0",),
     platforms=("cuda",),
@@ -52,6 +54,30 @@ FLASHINFER = Backend(
     homepage="https://github.com/flashinfer-ai/flashinfer",
     flags=("graph_safe", "jit", "device_guard"),
 )
+
+_LAUNCHES = forking.lock()
+
+
+def kernel(name: str, operations: str | tuple[str, ...], load: Load, *more: Limit, **fields: Any) -> Kernel:
+    """Declare a kernel of FlashInfer that one thread calls at a time.
+
+    Its host code runs without Python's lock, and two threads share what it sets and launches in more than one step: a
+    norm's shared memory ("invalid argument"), the workspace of a stream and PODs' counters (wrong by 257 times the
+    tolerance with three threads; 0.7.4, whose launches are those of 0.7.2, H200, 2026-12-01).
+    """
+
+    @functools.wraps(load)
+    def loaded(facts: Facts) -> Callable[..., Any]:
+        run = load(facts)
+
+        def alone(*tensors: Tensor, **options: Any) -> Any:
+            with _LAUNCHES:
+                return run(*tensors, **options)
+
+        return alone
+
+    return FLASHINFER.kernel(name, operations, loaded, *more, **fields)
+
 
 _NHD = 0  # TensorLayout.NHD
 _FULL, _CAUSAL, _CUSTOM = 0, 1, 2  # MaskMode
@@ -217,7 +243,7 @@ _TEMPLATES = (
 
 def _template(backend: str, operations: tuple[str, ...], kind: str, priority: int, *limits: Limit) -> Kernel:
     masks = ("attn_mask",) if backend == "fa2" else ()
-    return FLASHINFER.kernel(
+    return kernel(
         f"flashinfer.{backend}.{kind}",
         operations,
         _loader(backend),
@@ -255,7 +281,7 @@ KERNELS = (
     _template("fa3", attention.PREFILL, "prefill", 85, *_HOPPER),
     _template("fa2", attention.PREFILL, "prefill", 75, *_MASKED, _KEYS),
     _template("fa2", attention.DECODE, "decode", 80, *_MASKED),  # packs the query heads of a kv head into one tile
-    FLASHINFER.kernel(
+    kernel(
         "flashinfer.decode",
         attention.DECODE,
         _load_decode,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.flashinfer import varlen
-from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.attention import kernel
 from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt, is_built, pod_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, natural_of_decode, workspace
 from layerzero.backends.flashinfer.plan import Staging
@@ -175,7 +175,7 @@ def _load(facts: Facts) -> Callable[..., Any]:
 
 
 KERNELS = (
-    FLASHINFER.kernel(
+    kernel(
         "flashinfer.cascade",
         CASCADE.name,
         _load_cascade,
@@ -187,7 +187,7 @@ KERNELS = (
         workspace_bytes=lambda _: WORKSPACE_BYTES,
         priority=58,  # 636 us against 454 of a flat decode, 64 sequences behind 8192 tokens, eager (H200, 2026-11-22)
     ),
-    FLASHINFER.kernel(
+    kernel(
         "flashinfer.merge_states",
         MERGE_STATES.name,
         _load_merge,
@@ -202,7 +202,7 @@ KERNELS = (
         prebuilt=_merge_built,
         priority=60,
     ),
-    FLASHINFER.kernel(
+    kernel(
         "flashinfer.pod.paged",
         mixed.MIXED_PAGED,
         _load,

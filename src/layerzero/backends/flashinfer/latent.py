@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.attention import kernel
 from layerzero.backends.flashinfer.modules import SHORT, is_built
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, buffers, plannable, planned_for, workspace
 from layerzero.backends.flashinfer.plan import Staging
@@ -108,7 +108,7 @@ _TENSORS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
 
 
 def _kernel(backend: str, priority: int) -> Kernel:
-    return FLASHINFER.kernel(
+    return kernel(
         f"flashinfer.{backend}.mla",
         NAME,
         functools.partial(_load, backend=backend),

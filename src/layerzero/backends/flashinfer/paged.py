@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.attention import kernel
 from layerzero.backends.flashinfer.modules import decode_key, decode_prebuilt
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
@@ -197,7 +197,7 @@ _LIMITS = (
 
 
 def _kernel(kernel_id: str, tensor_cores: bool, priority: int, *more: limit.Limit) -> Kernel:
-    return FLASHINFER.kernel(
+    return kernel(
         kernel_id,
         FLAT,
         functools.partial(_load, tensor_cores=tensor_cores),

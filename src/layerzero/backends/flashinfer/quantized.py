@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from layerzero.backends.flashinfer import varlen
-from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.attention import kernel
 from layerzero.backends.flashinfer.modules import batches_key, batches_prebuilt, decode_key, decode_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, Planned, natural_of_decode, planned_for
 from layerzero.core import limits as limit
@@ -103,7 +103,7 @@ _SCORES = ("scale", "window", "softcap", "return_lse", "step", "narrow_query")
 
 
 def _decode(kernel_id: str, tensor_cores: bool, priority: int, *more: Limit) -> Kernel:
-    return FLASHINFER.kernel(
+    return kernel(
         kernel_id,
         DECODE.name,
         functools.partial(_load_decode, tensor_cores=tensor_cores),
@@ -119,7 +119,7 @@ def _decode(kernel_id: str, tensor_cores: bool, priority: int, *more: Limit) -> 
 KERNELS = (
     _decode("flashinfer.quantized_decode_tensor_cores", True, 70),
     _decode("flashinfer.quantized_decode", False, 65, limit.dim("group", one_of=(1, 2, 3, 4, 6, 8, 16))),
-    FLASHINFER.kernel(
+    kernel(
         "flashinfer.quantized_tokens",
         PREFILL.name,
         _load_tokens,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from layerzero.backends.flashinfer.attention import FLASHINFER, overlaps
+from layerzero.backends.flashinfer.attention import kernel, overlaps
 from layerzero.backends.flashinfer.modules import of_modules
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.backends.rotary import TABLE_IN_FLOAT32, TokensInLine, table_and_places
@@ -116,7 +116,7 @@ _SHAPES = (
 )
 
 _ROTATIONS = tuple(
-    FLASHINFER.kernel(
+    kernel(
         name,
         operation,
         load,
@@ -137,7 +137,7 @@ _ROTATIONS = tuple(
 )
 
 _NORMED = tuple(
-    FLASHINFER.kernel(
+    kernel(
         name,
         operation,
         load,

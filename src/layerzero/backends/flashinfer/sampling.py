@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.attention import kernel
 from layerzero.backends.flashinfer.modules import of_modules
 from layerzero.backends.norm_limits import ElementsBelow
 from layerzero.core import limits as limit
@@ -149,7 +149,7 @@ def _kernel(kind: str, source: str, draw: Draw, accepts: tuple[str, ...], number
     ending = "" if kind == "categorical" else f"_{kind}"
     dense = (limit.dtype("float32", "float16", "bfloat16"), limit.contiguous(source))
     given = (limit.dtype("float32"), limit.contiguous(source), limit.aligned(16, source))
-    return FLASHINFER.kernel(
+    return kernel(
         f"flashinfer.sample{ending}" if logits else f"flashinfer.sample{ending}_probs",
         f"sampling.{kind}" if logits else f"sampling.{kind}.probs",
         _loader(draw, numbers, logits=logits),
@@ -206,7 +206,7 @@ KERNELS = (
         )
         for source in ("logits", "probs")
     ),
-    FLASHINFER.kernel(
+    kernel(
         "flashinfer.verify",
         "sampling.verify",
         _load,

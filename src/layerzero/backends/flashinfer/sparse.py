@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.attention import FLASHINFER
+from layerzero.backends.flashinfer.attention import kernel
 from layerzero.backends.flashinfer.modules import blocks_prebuilt
 from layerzero.backends.flashinfer.paged import WORKSPACE_BYTES, planned_for, workspace
 from layerzero.backends.flashinfer.plan import Staging
@@ -119,14 +119,17 @@ def _load_sparse_variable(facts: Facts) -> Callable[..., Any]:
             kv_data_type=dtype,
             non_blocking=False,
         )
-        output: Tensor = wrapper.run(*(each.transpose(0, 1).contiguous() for each in (query, key, value)))
+        # ``contiguous`` would leave one head or one token where it lies, and its loads need 16 bytes: bfloat16 five
+        # elements off ended in a misaligned address or an illegal instruction (0.7.2, H200, 2026-12-01)
+        moved = (each.transpose(0, 1).clone(memory_format=torch.contiguous_format) for each in (query, key, value))
+        output: Tensor = wrapper.run(*moved)
         return output.transpose(0, 1)
 
     return run
 
 
 KERNELS = (
-    FLASHINFER.kernel(
+    kernel(
         "flashinfer.block_sparse",
         NAME,
         _load,
@@ -146,7 +149,7 @@ KERNELS = (
         graph_safe=False,
         priority=60,
     ),
-    FLASHINFER.kernel(
+    kernel(
         "flashinfer.variable_sparse",
         VARIABLE,
         _load_sparse_variable,

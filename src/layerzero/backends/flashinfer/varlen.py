@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.flashinfer.attention import FLASHINFER, TEMPLATE_DIMS
+from layerzero.backends.flashinfer.attention import TEMPLATE_DIMS, kernel
 from layerzero.backends.flashinfer.modules import Variant, batches_key, batches_prebuilt
 from layerzero.backends.flashinfer.paged import (
     SAME_STRIDES,
@@ -295,7 +295,7 @@ _ACCEPTS = ("causal", "scale", "window", "softcap", "return_lse", "step")
 def _kernel(backend: str, kind: str, priority: int) -> Kernel:
     paged, split = kind != "ragged", kind == "paged_split"
     load = functools.partial(_load_paged, backend=backend, split=split) if paged else None
-    return FLASHINFER.kernel(
+    return kernel(
         f"flashinfer.{backend}.{kind}",
         (mixed.MIXED_PAGED if split else mixed.ALL) if paged else ragged.RAGGED,
         load or functools.partial(_load_ragged, backend=backend),
