@@ -159,7 +159,7 @@ def test_devices(kernel, device, expected):
 
 
 @pytest.mark.parametrize(("kernel", "changed"), [
-    ("flashinfer.rms_norm", {"flashinfer-python": "0.7.4"}), ("flashinfer.rms_norm", {"flashinfer-python": "0.7.1"}),
+    ("flashinfer.rms_norm", {"flashinfer-python": "0.7.5"}), ("flashinfer.rms_norm", {"flashinfer-python": "0.7.1"}),
     ("vllm.rms_norm", {"vllm": "0.21.0"}), ("vllm.rms_norm", {"torch": "2.12.0"}),
     ("quack.rms_norm", {"quack-kernels": "0.6.6"}), ("quack.rms_norm", {"nvidia-cutlass-dsl": "4.6.0"}),
     ("liger.rms_norm", {"liger-kernel": "0.8.6"}), ("apex.rms_norm", {"apex": "0.9.10.dev0"}),
@@ -217,6 +217,19 @@ def test_rows_start_where_vector_loads_may(kernel, hidden, offset, aligned):
     input_ = memory[start : start + 4 * hidden].view(4, hidden)
     misaligned = (ReasonCode.MISALIGNED, "input") in found(kernel, {"input": input_, "weight": meta(hidden)})
     assert misaligned is not aligned
+
+
+@at_once("shape, offset, aligned", [
+    ((2, 100), 0, True), ((2, 100), 1, False), ((2, 100), 4, False), ((2, 2, 2), 0, True),
+])  # fmt: skip
+def test_rows_over_several_axes_start_where_the_whole_row_does(shape, offset, aligned):
+    """A copy would begin where they do: its plan would not satisfy the limit that it was made for."""
+    hidden = math.prod(shape)
+    memory = torch.empty(hidden * 4 + 64, dtype=BF16)
+    start = -memory.data_ptr() // 2 % 8 + offset
+    input_ = memory[start : start + 4 * hidden].view(4, *shape)
+    arguments = {"input": input_, "normalized_shape": shape, "weight": meta(*shape), "bias": meta(*shape)}
+    assert found("quack.layer_norm", arguments) == (set() if aligned else {(ReasonCode.MISALIGNED, "input")})
 
 
 @pytest.mark.parametrize("kernel", ADD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -65,6 +66,7 @@ def test_flashinfers_small_product(sizes, refused):
         ("torch.addmm_activation", {"activation": "gelu_tanh"}, set()),
         ("torch.addmm_activation", {"activation": "gelu_tanh", "outputs": 31}, set()),
         ("torch.addmm_activation", {"activation": "relu", "outputs": 31}, {WRONG}),  # loses a NaN
+        ("torch.addmm_activation", {"activation": "relu", "inputs": 100}, {WRONG}),
         ("torch.addmm_activation", {"activation": "relu", "outputs": 31, "dtype": F32}, set()),
         ("torch.addmm_activation", {"activation": "gelu"}, {WRONG}),
         ("torch.addmm_activation", {"activation": "relu", "biased": False}, {WRONG}),
@@ -81,6 +83,16 @@ def facts_of(arguments):
     operation = OPERATIONS["mlp.linear"]
     given = {**operation.schema.neutral, **arguments}
     return FactsBuilder(operation).of_valid(given, device=Device.named("H200"))
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "bias"])
+@pytest.mark.parametrize(("dtype", "refused"), [(BF16, {WRONG}), (F32, set())], ids=str)
+def test_relu_in_one_launch_wants_all_of_its_tensors_aligned(name, dtype, refused):
+    given = {"input": torch.zeros(8, 64), "weight": torch.zeros(32, 64), "bias": torch.zeros(32)}
+    given = {each: value.to(dtype) for each, value in given.items()}
+    given[name] = torch.zeros(given[name].numel() + 1, dtype=dtype)[1:].view_as(given[name])
+    findings = limit_findings(REGISTRY.kernel("torch.addmm_activation"), facts_of({**given, "activation": "relu"}))
+    assert {each.reason.code for each in findings} == refused
 
 
 def test_a_row_that_begins_off_sixteen_bytes_is_copied():
@@ -104,10 +116,16 @@ def test_the_small_product_is_called_as_its_library_wants_it(monkeypatch, rows, 
 
     module = types.SimpleNamespace(tinygemm2_op=with_bias, tinygemm2_nobias_op=without)
     monkeypatch.setattr(flashinfer, "_module_linear", lambda: module)
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     given = {"input": torch.randn(*rows, 64), "weight": torch.randn(16, 64)}
     bias = {"bias": torch.randn(16)} if biased else {}
-    got = flashinfer._load_linear(facts_of({**given, **bias}))(given["input"], given["weight"], **bias)
-    torch.testing.assert_close(got, torch.nn.functional.linear(given["input"], given["weight"], **bias))
+    run = flashinfer._load_linear(facts_of({**given, **bias}))
+    with ThreadPoolExecutor(1) as fresh:
+        results = [fresh.submit(run, given["input"], given["weight"], **bias).result() for _ in range(2)]
+    for got in results:
+        torch.testing.assert_close(got, torch.nn.functional.linear(given["input"], given["weight"], **bias))
+    assert current == [0], "a thread has a context from its first call on"
 
 
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3)], ids=str)
