@@ -75,13 +75,17 @@ def tables(draw: Draw, lens: Tensor, blocks: int, page_size: int, shared: int = 
 
 
 def fill(draw: Draw, tensors: Sequence[Tensor], table: Tensor, lens: Tensor, dtype: torch.dtype) -> None:
-    """Write unit normal numbers wherever a sequence has a token."""
+    """Write unit normal numbers wherever a sequence has a token: of those that share it, the last one's."""
     page_size = tensors[0].shape[1]
     positions = torch.arange(table.shape[1] * page_size, device=draw.device)
     owner, position = ((positions < lens.unsqueeze(1)).nonzero()).unbind(1)
     places = table[owner, position // page_size].long(), position % page_size
+    slots, each = places[0] * page_size + places[1], torch.arange(len(owner), device=draw.device)
+    # torch writes numbers for one place in any order: a call that was drawn again had others
+    last = torch.zeros(len(tensors[0]) * page_size, dtype=torch.int64, device=draw.device)
+    last.scatter_reduce_(0, slots, each, "amax")
     for cache in tensors:
-        cache[places] = draw.normal((len(owner), *cache.shape[2:]), dtype)
+        cache[places] = draw.normal((len(owner), *cache.shape[2:]), dtype)[last[slots]]
 
 
 def _one_token(
