@@ -10,7 +10,7 @@ import torch
 
 import layerzero as lz
 from drawing import at_once
-from layerzero.ops.moe.experts import Stack
+from layerzero.ops.moe.experts import Stack, moe_experts, summed
 from layerzero.ops.moe.quantized import QUANTIZED, ROUNDED
 from layerzero.ops.quantize.groups import GROUPED
 from layerzero.ops.quantize.schemes import SCHEMES, scheme_of
@@ -330,3 +330,38 @@ def test_every_scheme_is_drawn():
         if (text := random_call(3, number, function="moe_experts", dtype=torch.float32).arguments.get("gate_up_format"))
     }
     assert drawn == set(SCHEMES)
+
+
+def canonical(rows, ids, shares, weights, **given):
+    """A call as its judge sees it."""
+    call = {"input": rows, "expert_ids": ids, "expert_weights": shares, **given}
+    for name, weight in zip(("gate_up", "down"), weights, strict=True):
+        call |= {f"{name}_weight": weight.fields.data, f"{name}_scale": weight.fields.scale}
+        call[f"{name}_format"] = str(weight.format)
+    return call
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+def test_what_is_added_up_covers_weights_that_are_rounded(activation):
+    """Rows whose products with the gates' weights cancel: each gate is a small sum of large terms."""
+    weights = stacks("fp8:group=128,rows=128")
+    rows, ids, shares = around(64, torch.float64)
+    ids, shares, exact = ids[:, :1] * 0, shares[:, :1].double(), weights[0][0].dequantized(torch.float64)
+    gates = exact[::2] if activation == "swiglu_oai" else exact[:INNER]
+    rows -= rows @ gates.T @ torch.linalg.pinv(gates).T
+    call = canonical(rows, ids, shares, weights, activation=activation)
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        dense = [torch.stack([each.dequantized(torch.float64).to(dtype).double() for each in w]) for w in weights]
+        results.append(moe_experts(rows, *dense, ids, shares, activation=activation))
+    moved, eps = (results[0] - results[1]).abs(), torch.finfo(torch.bfloat16).eps
+    assert (moved > 3.0 * eps * summed(call)).any(), "what experts of other weights are allowed"
+    assert (moved <= 3.0 * eps * QUANTIZED.judge.basis(call)).all()
+
+
+def test_an_expert_that_a_token_has_twice_is_off_the_same_way_both_times():
+    weights = stacks("fp8")
+    rows, ids, shares = around(3, torch.float64)
+    once = QUANTIZED.judge.basis(canonical(rows, ids[:, :1], shares[:, :1].double(), weights))
+    four = QUANTIZED.judge.basis(canonical(rows, ids[:, :1].expand(3, 4), shares[:, :1].double().expand(3, 4), weights))
+    torch.testing.assert_close(four, 4.0 * once)

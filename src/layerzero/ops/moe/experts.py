@@ -87,13 +87,13 @@ def weights_of(arguments: Mapping[str, Any], dtype: torch.dtype, kind: Callable[
 
 
 def each_expert(
-    visit: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    visit: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
     like: Tensor,
     weights: tuple[Any, Any, Tensor | None, Tensor | None],
     expert_ids: Tensor,
     shares: Tensor,
 ) -> Tensor:
-    """The sum over a token's experts of its share times what ``visit`` gives for each expert's product and weight.
+    """The sum over a token's experts of its share times what ``visit`` gives for an expert's product and weights.
 
     Every expert visits every token, and what was not wanted is left out: no value on the device decides what runs.
     """
@@ -101,33 +101,35 @@ def each_expert(
     dtype = like.dtype
     total = torch.zeros(like.shape, dtype=dtype, device=like.device)
     experts = gate_up_weight.shape[0]
-    if like.device.type == "meta":  # shapes follow from one: 32 took 0.6 of conformance's time
-        experts = min(experts, 1)
-    for number in range(experts):
+    # on no device shapes follow from one: 32 took 0.6 of conformance's time
+    for number in range(min(experts, 1) if like.is_meta else experts):
         of = expert_ids == number
         bias = None if gate_up_bias is None else gate_up_bias[number].to(dtype)
-        joined = functional.linear(like, gate_up_weight[number].to(dtype), bias)
-        made = visit(joined, down_weight[number].to(dtype), None if down_bias is None else down_bias[number].to(dtype))
+        first, down = gate_up_weight[number].to(dtype), down_weight[number].to(dtype)
+        joined = functional.linear(like, first, bias)
+        made = visit(joined, first, down, None if down_bias is None else down_bias[number].to(dtype))
         share = torch.where(of, shares, 0.0).sum(-1, keepdim=True)
         total = torch.where(of.any(-1, keepdim=True), total + share * made, total)
     return total
 
 
-def summed(arguments: Mapping[str, Any]) -> Tensor:
-    """The deviation of a result if what lies between products, and what each expert makes, is off by its size."""
+def squares(arguments: Mapping[str, Any], joined: Tensor, _: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """How far an expert's rows move if what lies between products, and what it makes, is off by its size: squares."""
     activation = arguments.get("activation", "silu")
+    gate, up = gate_and_up(joined, activation)
+    through = gated(joined, activation, arguments.get("alpha", ALPHA), arguments.get("limit", LIMIT))
+    if activation == "swiglu_oai":  # up and one may cancel
+        through = gate.abs() * (up.abs() + 1.0)
+    made = functional.linear(through, weight, bias)
+    return functional.linear(through.square(), weight.square()) + made.square()
 
-    def visit(joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        gate, up = gate_and_up(joined, activation)
-        through = gated(joined, activation, arguments.get("alpha", ALPHA), arguments.get("limit", LIMIT))
-        if activation == "swiglu_oai":  # up and one may cancel
-            through = gate.abs() * (up.abs() + 1.0)
-        made = functional.linear(through, weight, bias)
-        return functional.linear(through.square(), weight.square()) + made.square()
 
+def summed(arguments: Mapping[str, Any], visit: Callable[..., Tensor] = squares) -> Tensor:
+    """The deviation of a result if each expert's rows are; of one that a token has twice, the same way both times."""
     weights = *weights_of(arguments, torch.float64), arguments.get(BIASES[0]), arguments.get(BIASES[1])
-    shares = arguments["expert_weights"].square()
-    return each_expert(visit, arguments["input"], weights, arguments["expert_ids"], shares).sqrt()
+    ids, sizes = arguments["expert_ids"], arguments["expert_weights"].abs()
+    together = torch.where(ids.unsqueeze(-1) == ids.unsqueeze(-2), sizes.unsqueeze(-2), 0.0).sum(-1)
+    return each_expert(lambda *each: visit(arguments, *each), arguments["input"], weights, ids, sizes * together).sqrt()
 
 
 BIASES = ("gate_up_bias", "down_bias")
@@ -190,7 +192,7 @@ def moe_experts(
     Source: arXiv:1701.06538; gpt-oss, arXiv:2508.10925.
     """
 
-    def visit(joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def visit(joined: Tensor, _: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(gated(joined, activation, alpha, limit), weight, bias)
 
     given, dtype = locals(), wide(input.dtype)
