@@ -54,6 +54,8 @@ CASES = [
     ("torch.cuda.int4pack_mm", {"dtype": F16}, {DTYPE}),
     ("humming.linear", {"text": "compressed-tensors:bits=5,group=16"}, set()),
     ("humming.linear", {"text": "compressed-tensors:bits=4,group=8"}, {WRONG}),
+    ("humming.linear", {"text": "compressed-tensors:bits=4,group=96", "inputs": 384}, {WRONG}),
+    ("humming.linear", {"text": "compressed-tensors:bits=4", "inputs": 384}, set()),
     ("humming.linear", {"device": "MI300X"}, {PLATFORM}),
 ]
 

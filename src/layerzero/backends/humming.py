@@ -158,6 +158,12 @@ _LIMITS = (
 )
 
 
+def _fits_tiles(facts: Facts) -> bool:
+    """Whether no group crosses a tile: those are powers of two of inputs. 0.1.20 splits other groups (transform.py)."""
+    group = facts.size("weight_group")
+    return group & (group - 1) == 0 or group == facts.size("in_features")
+
+
 def _kernels(name: str, operation: str, *limits: limit.Limit) -> tuple[Kernel, Kernel]:
     """A kernel, of which two runs gave other bits (H200, 2026-11-26), and the same in the batch-invariant mode."""
     make = functools.partial(
@@ -182,6 +188,7 @@ KERNELS = (
         "group",
         limit.one_of("weight_bits", 2, 3, 4, 5, 6, 7, 8),
         limit.dim("weight_group", multiple=16),
+        limit.rule("weight_group: a power of two, or in_features", _fits_tiles),
     ),
     *_kernels(
         "humming.linear_fp8",
