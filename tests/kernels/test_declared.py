@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
 import layerzero as lz
 from drawing import at_once
 from layerzero.backends import builtin_kernels
+from layerzero.backends.vllm import paged as vllm_paged
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.kernel import Trust
@@ -298,6 +301,24 @@ def test_states_are_merged_as_far_as_32_bits_reach(kernel):
 
     assert refused(2**19 - 1) == set()
     assert refused(2**19) == {Code.CONSTRAINT_FAILED}
+
+
+def test_states_of_one_head_are_merged_whatever_its_stride(monkeypatch):
+    """vLLM steps over tokens by heads times the stride of a head (merge_attn_states.cu of 0.20.0)."""
+
+    def merged(output, lse, output_a, *_):
+        (tokens, heads, width), strides = output_a.shape, (output_a.stride(1), output.stride(1))
+        reach = [(tokens - 1) * heads * stride + heads * width for stride in strides]
+        assert reach == [output_a.numel()] * 2
+        output.copy_(output_a)
+
+    operators = types.SimpleNamespace(merge_attn_states=types.SimpleNamespace(default=merged))
+    monkeypatch.setattr(vllm_paged, "operators", lambda *_: operators)
+    output, lse = torch.randn(1, 5, 8).transpose(0, 1), torch.randn(1, 5)
+    assert output.is_contiguous()
+    assert output.stride() == (8, 40, 1)
+    got, _ = vllm_paged._load_merge(None)(output, lse, output.clone(), lse)
+    assert torch.equal(got, output)
 
 
 PAGES = [(16, 128, None, True), (64, 128, (9, 0), True), (64, 256, None, True), (64, 256, (9, 0), False),

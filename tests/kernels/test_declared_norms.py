@@ -14,7 +14,7 @@ import torch
 
 import layerzero as lz
 from drawing import at_once
-from layerzero.backends import liger
+from layerzero.backends import liger, quack
 from layerzero.backends.flashinfer import rows as flashinfer_norm
 from layerzero.backends.vllm import library as vllm_library
 from layerzero.backends.vllm import rows as vllm_norm
@@ -285,6 +285,35 @@ def test_the_callables_give_what_the_library_is_asked_for(monkeypatch, shape):
         torch.testing.assert_close(result, added.reference(input_, theirs, weight))
         assert torch.equal(mine, theirs)
         assert torch.equal(input_, before)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_quack_gets_gradients_from_16_bytes_on(monkeypatch, name):
+    """The gradient of a part of a joined tensor lies where the part does."""
+    began = []
+
+    def norm(rows, weight, *_, **__):
+        return rows * weight, None, None
+
+    def back(rows, weight, gradient, *_):
+        began.append(gradient.data_ptr() % 16)
+        assert gradient.is_contiguous()
+        return gradient * weight, (gradient * rows).sum(0), gradient.sum(0)
+
+    module = types.ModuleType("quack.rmsnorm")
+    module.rmsnorm_fwd, module.rmsnorm_bwd, module.layernorm_bwd = norm, back, back
+    module._rmsnorm_fwd = lambda rows, weight, output, *_, **__: output.copy_(rows * weight)
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.rmsnorm", module)
+    given = {"input": torch.randn(3, 16, requires_grad=True), "weight": torch.randn(16)}
+    if name == "layer_norm":
+        given |= {"normalized_shape": (16,), "bias": torch.zeros(16)}
+    operation = OPERATIONS[f"norm.{name.removesuffix('_norm')}"]
+    run = getattr(quack, f"_load_{name}_grad")(facts_of(given, operation))
+    input_ = given.pop("input")
+    torch.cat((torch.zeros(1), run(input_, **given, eps=1e-6).flatten())).backward(torch.ones(49))
+    assert began == [0]
+    torch.testing.assert_close(input_.grad, given["weight"].expand(3, 16))
 
 
 def test_another_owner_of_vllms_name_space_is_told_apart(monkeypatch):

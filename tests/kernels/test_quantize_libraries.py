@@ -124,6 +124,44 @@ def test_vllm_gets_rows_and_gives_what_the_reference_does(library, kernel):
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says it lies elsewhere."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rows_begin_where_a_gpu_may_store_sixteen_codes_at_once(dtype):
+    """What starts at 16 bytes is taken; the operator's stores are off by half a vector then."""
+    numbers = torch.randn(4 * 64 + 32).to(dtype)
+    step = 16 // dtype.itemsize
+    for start in range(0, 32, step):
+        rows = numbers[start : start + 4 * 64].view(4, 64)
+        found = grouped_linear._for_sixteen(rows.as_subclass(OnGpu))
+        assert (found.data_ptr() == rows.data_ptr()) is (start % 16 == 0)
+        assert found.data_ptr() % (16 * dtype.itemsize) == 0
+        assert torch.equal(found.as_subclass(torch.Tensor), rows)
+        assert grouped_linear._for_sixteen(rows) is rows
+
+
+def test_codes_of_one_row_are_dense_where_the_row_steps_over_more(library, monkeypatch):
+    """The stride of a single row may be any; before Hopper a product reads it (scaled_mm_c2x.cuh of vllm 0.20.0)."""
+    seen = []
+
+    def product(output, codes, *given):
+        seen.append(codes.stride())
+        Operators.product(output, codes, *given)
+
+    monkeypatch.setattr(grouped_linear.operators("_C_stable_libtorch.abi3.so").cutlass_scaled_mm, "default", product)
+    arguments = call("vllm.int8_linear") | {"input": torch.randn(1, 72).to(torch.bfloat16)[:, :64]}
+    found, facts = facts_of("vllm.int8_linear", arguments)
+    declared = next(each for each in grouped_linear.KERNELS if each.id == "vllm.int8_linear")
+    tensors = [found.arguments[each.name] for each in found.operation.schema.required]
+    assert tensors[0].stride() == (72, 1)
+    declared.load(facts)(*tensors, bias=found.arguments["bias"])
+    assert seen == [(64, 1)]
+
+
 def odd(tensor):
     """The same numbers from an odd place on."""
     return torch.cat((tensor.flatten()[:1], tensor.flatten()))[1:].view(tensor.shape)

@@ -10,6 +10,10 @@ import torch
 
 import layerzero as lz
 from layerzero.backends.vllm import library, rows
+from layerzero.core.device import Device
+from layerzero.core.facts import FactsBuilder
+from layerzero.engine.legality import limit_findings
+from layerzero.engine.registry import REGISTRY
 
 OLD, NEW = "_C.abi3.so", "_C_stable_libtorch.abi3.so"
 
@@ -65,6 +69,46 @@ def test_experts_are_chosen_by_an_operator_with_or_without_rows_that_count_for_n
     rows._load_moe(None)(torch.randn(3, 8), top_k=2, renormalize=True, scale=1.0)
     assert len(given[0]) == parameters
     assert given[0][5:] == (None,) * (parameters - 5)
+
+
+@pytest.mark.parametrize("wrong", [[torch.nan], [torch.inf], [-torch.inf] * 8], ids=str)
+def test_a_row_whose_weights_are_no_numbers_says_so_where_the_operator_makes_0_of_them(monkeypatch, wrong):
+    def topk_softmax(weights, places, _scratch, logits, *_):
+        found = logits.softmax(-1).nan_to_num(0.0).topk(weights.shape[1])  # csrc/moe/topk_softmax_kernels.cu of 0.20.0
+        weights.copy_(found.values)
+        places.copy_(found.indices)
+
+    topk_softmax._schema = types.SimpleNamespace(arguments=[None] * 6)
+    names = types.SimpleNamespace(topk_softmax=types.SimpleNamespace(default=topk_softmax))
+    monkeypatch.setattr(rows, "operators", lambda *_: names)
+    logits = torch.randn(3, 8)
+    logits[1, : len(wrong)] = torch.tensor(wrong)
+    logits[2, 3] = -torch.inf  # an expert that is left out
+    given = {"top_k": 2, "renormalize": False, "scale": 0.5}
+    got, want = rows._load_moe(None)(logits, **given), lz.moe_route(logits, **given)
+    assert got[0][1].isnan().all()
+    torch.testing.assert_close(got[0], want[0], equal_nan=True)
+    assert torch.equal(got[1][[0, 2]], want[1][[0, 2]])
+
+
+@pytest.mark.parametrize(("device", "beyond"), [("H200", 16), ("B200", 0)])
+def test_a_gate_loads_32_bytes_at_a_time_on_blackwell(monkeypatch, device, beyond):
+    began = []
+
+    def silu_and_mul(output, joined):
+        began.append(joined.data_ptr() % 32)
+        output.copy_(torch.nn.functional.silu(joined[..., :16]) * joined[..., 16:])
+
+    names = types.SimpleNamespace(silu_and_mul=types.SimpleNamespace(default=silu_and_mul))
+    monkeypatch.setattr(rows, "operators", lambda *_: names)
+    joined = torch.randn(131 * 32 + 4)[4:].view(131, 32)
+    assert joined.data_ptr() % 32 == 16
+    operation = REGISTRY.operation("mlp.silu_mul.joined")
+    facts = FactsBuilder(operation).build(joined, device=Device.named(device))
+    assert not list(limit_findings(REGISTRY.kernel("vllm.silu_mul"), facts))
+    got = REGISTRY.kernel("vllm.silu_mul").load(facts)(joined)
+    assert began == [beyond]
+    assert torch.equal(got, torch.nn.functional.silu(joined[:, :16]) * joined[:, 16:])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 import layerzero as lz
 from drawing import at_once
-from layerzero.backends.rotary import joined
+from layerzero.backends.rotary import joined, table_and_places
 
 ROPE = pytest.importorskip("transformers.modeling_rope_utils")
 DIM, LONG = 64, 4096
@@ -101,6 +101,17 @@ def test_both_lie_in_one_tensor_that_kernels_read_without_a_copy():
     assert torch.equal(table, torch.cat((cos, sin), -1))
     assert joined(cos.clone(), sin) is None
     assert joined(sin, cos) is None
+
+
+def test_a_table_off_16_bytes_is_not_read_as_it_lies():
+    """vLLM's norm and rotation in one copies 16 bytes at a time from it."""
+    for start in range(1, 5):
+        table = torch.zeros(5 + 7 * 8)[start : start + 7 * 8].view(7, 8)
+        halves = table[:, :4], table[:, 4:]
+        assert (joined(*halves) is None) is (start != 4)
+        rows, places = table_and_places(*halves, torch.tensor([3, 1]), 1, 2, torch.int64)
+        assert rows.data_ptr() % 16 == 0
+        assert torch.equal(rows[places], table[[3, 1]])
 
 
 def test_the_attention_factor_is_in_both():

@@ -34,6 +34,7 @@ from torch.autograd.graph import increment_version
 from layerzero.backends.gradients import Needed, from_kept, with_gradients
 from layerzero.backends.norm_limits import RowsAligned, row_length
 from layerzero.backends.shape_cache import stamps, temporary
+from layerzero.backends.torch.quantized_linear import on_boundary
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Trust
@@ -156,7 +157,7 @@ def _load_rms_norm_grad(facts: Facts) -> Callable[..., Any]:
 
     def differentiate(kept: Any, _: Needed, gradient: Tensor) -> Any:
         rows, weight, scales = kept
-        return rmsnorm_bwd(rows, weight, gradient, scales)[:2]
+        return rmsnorm_bwd(rows, weight, on_boundary(gradient), scales)[:2]  # a slice of a gradient begins anywhere
 
     def run(input: Tensor, weight: Tensor, *, eps: float) -> Tensor:
         def compute(rows: Tensor, weight: Tensor) -> Any:
@@ -177,7 +178,7 @@ def _load_layer_norm_grad(facts: Facts) -> Callable[..., Any]:
 
     def differentiate(kept: Any, _: Needed, gradient: Tensor) -> Any:
         rows, weight, scales, mean = kept
-        return layernorm_bwd(rows, weight, gradient, scales, mean)
+        return layernorm_bwd(rows, weight, on_boundary(gradient), scales, mean)
 
     def run(input: Tensor, *, normalized_shape: tuple[int, ...], weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         def compute(rows: Tensor, weight: Tensor, bias: Tensor) -> Any:

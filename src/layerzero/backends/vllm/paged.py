@@ -241,6 +241,8 @@ def _load_merge(facts: Facts) -> Callable[..., Any]:
     operator = operators("_C.abi3.so", "_C").merge_attn_states.default
 
     def run(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+        # it steps over tokens by heads times the head's stride, which may be any for one head; a view says it anew
+        output_a = output_a.view(output_a.shape)
         output, lse = torch.empty_like(output_a), torch.empty_like(lse_a)
         # next to -inf it takes NaN for it, and the first part for both (merge_attn_states.cu): NaN goes into both
         lse_a, lse_b = lse_a.clamp(lse_b, lse_a), lse_b.clamp(lse_a, lse_b)

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.norm_limits import ElementsBelow, RowsAligned, sum_then
+from layerzero.backends.torch.quantized_linear import on_boundary
 from layerzero.backends.vllm.library import VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -99,6 +100,17 @@ def gated(operator: Callable[..., None]) -> Callable[..., Tensor]:
     return run
 
 
+def _load_gate(facts: Facts) -> Callable[..., Tensor]:
+    """From compute capability 10 on it loads 32 bytes at a time, of more than 128 rows, wherever the data begins.
+
+    Read: ``ld256`` and ``LAUNCH_ACTIVATION_GATE_KERNEL`` of csrc/activation_kernels.cu (0.20.0); facts end at 16 bytes.
+    """
+    gate = gated(gate_of(facts, operators("_C.abi3.so", "_C")))
+    if facts.device.sm is None or facts.device.sm < (10, 0):
+        return gate
+    return lambda input, **given: gate(on_boundary(input, 32), **given)
+
+
 def _load_penalties(facts: Facts) -> Callable[..., Any]:
     repeat = operators("_C.abi3.so", "_C").apply_repetition_penalties_.default
 
@@ -138,6 +150,7 @@ def _load_moe(facts: Facts) -> Callable[..., tuple[Tensor, Tensor]]:
         weights = rows.new_empty((len(rows), top_k))
         places, scratch = (torch.empty_like(weights, dtype=torch.int32) for _ in range(2))
         operator(weights, places, scratch, rows, renormalize, *more)
+        weights.add_(rows.amax(-1, keepdim=True), alpha=0.0)  # it makes 0 of NaN (topk_softmax_kernels.cu of 0.20.0)
         return weights if scale == 1.0 else weights.mul_(scale), places
 
     return route
@@ -182,7 +195,7 @@ KERNELS = (
         VLLM.kernel(
             f"vllm.{name}",
             f"mlp.{name}.joined",
-            lambda facts: gated(gate_of(facts, operators("_C.abi3.so", "_C"))),
+            _load_gate,
             limit.dtype("float32", "float16", "bfloat16"),
             limit.contiguous("input"),
             limit.aligned(16, "input"),
