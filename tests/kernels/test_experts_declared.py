@@ -11,6 +11,7 @@ from weight_operators import BF16, F16, LIBRARIES
 
 import layerzero as lz
 from layerzero.backends import grouped_weights
+from layerzero.backends.torch import moe as of_torch
 from layerzero.backends.vllm import experts as of_vllm
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
@@ -188,6 +189,43 @@ def test_marlin_is_called_as_it_reads_numbers(library, kernel, tokens):
             )
             assert (got.dtype, got.shape) == (dtype, exact.shape)
             torch.testing.assert_close(got.double(), exact, rtol=0.0, atol=0.06 if dtype is BF16 else 0.01)
+
+
+def test_products_of_a_device_are_launched_one_after_the_other(library, monkeypatch):
+    """Each sets its kernel's shared memory and launches it, without the GIL."""
+    launching = {}
+    monkeypatch.setattr(of_vllm, "_LAUNCHING", launching)
+    held = []
+    known = of_vllm.operators()
+    product = known.moe_wna16_marlin_gemm.default
+
+    def watched(*given):
+        held.append(launching[torch.device("cpu")].locked())
+        product(*given)
+
+    monkeypatch.setattr(known, "moe_wna16_marlin_gemm", Operator(watched, GEMM))
+    made("vllm.marlin_experts", call("compressed-tensors:bits=4,group=32", BF16, 1))
+    made("vllm.marlin_experts_fp8", call("fp8", BF16, 1))
+    assert held == [True] * 4
+    assert list(launching) == [torch.device("cpu")]
+    assert not launching[torch.device("cpu")].locked()
+
+
+def test_what_experts_are_looked_up_in_is_there_before_another_stream_reads_it(library, monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    waited = []
+    stream = types.SimpleNamespace(synchronize=lambda: waited.append("made"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(of_torch, "_counted", {})
+    numbers = torch.zeros(3, dtype=torch.int32).as_subclass(OnGpu)
+    assert of_torch._numbers(5, numbers) is of_torch._numbers(5, numbers)
+    assert waited == ["made"]
+    made("vllm.marlin_experts", call("compressed-tensors:bits=4,group=32", BF16, 1))
+    assert of_vllm.MAPS.has(COUNT, torch.device("cpu"))
+    assert of_vllm.ORDERS.has(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tokens", [1, 30])

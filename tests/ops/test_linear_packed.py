@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -321,3 +322,28 @@ def test_a_weight_whose_memory_is_exchanged_meanwhile_is_looked_into_safely():
     assert packed.is_stale
     weight.untyped_storage().resize_(0)  # as sharding does between two uses
     packed.is_stale  # noqa: B018  # it lies nowhere
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it lies elsewhere."""
+
+    is_cuda = True
+
+
+def test_a_form_is_whole_before_another_stream_reads_it(monkeypatch):
+    order = []
+    stream = types.SimpleNamespace(synchronize=lambda: order.append("waited"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    weight = torch.randn(4, 8).as_subclass(OnGpu)
+    packed = lz.PackedWeight(weight)
+
+    def pack(dense):
+        order.append("packed")
+        return dense.clone(), dense.nbytes
+
+    assert packed.form("one", pack) is packed.form("one", pack)
+    assert order == ["packed", "waited"]
+    packed.refresh()
+    packed.form("one", pack)
+    assert order == ["packed", "waited"] * 2

@@ -175,6 +175,8 @@ def _numbers(count: int, like: Tensor) -> Tensor:
     if found is None:
         found = torch.arange(count, dtype=like.dtype, device=like.device)
         if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if like.is_cuda:  # another stream may read them next
+                torch.cuda.current_stream(like.device).synchronize()
             _counted[key] = found
     return found
 

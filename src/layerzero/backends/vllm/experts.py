@@ -18,6 +18,7 @@ Library: vllm 0.20, Apache-2.0; torch >= 2.10, BSD-3-Clause.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from layerzero.backends.grouped_weights import (
     regrouped,
 )
 from layerzero.backends.norm_limits import ElementsBelow
-from layerzero.backends.shape_cache import driver_cache
+from layerzero.backends.shape_cache import Prepared, driver_cache
 from layerzero.backends.vllm import marlin
 from layerzero.backends.vllm.grouped_linear import BIASED, UNSIGNED, multiprocessors
 from layerzero.backends.vllm.library import VLLM, operators
@@ -47,6 +48,7 @@ from layerzero.backends.vllm.rows import IN_32_BITS
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
+from layerzero.core.system import forking
 from layerzero.ops.activation.formulas import FUNCTIONS
 from layerzero.ops.linear.packed import PackedWeight, belongs
 from layerzero.ops.moe.experts import EXPERTS, PACKED_OF, gated
@@ -63,6 +65,14 @@ _LOCKS_EACH = 4
 """Blocks of a multiprocessor that wait for each other."""
 
 
+_LAUNCHING: dict[torch.device, threading.Lock] = {}
+"""One a device: a product sets how much shared memory its kernel may have, which differs by call, then launches it.
+
+It does both without the GIL. A launch that asks for more than another thread has set meanwhile is dropped, and no error
+is looked for (``marlin_mm`` in csrc/moe/marlin_moe_wna16/ops.cu of 0.20.0).
+"""
+
+
 class Form(NamedTuple):
     """Marlin's tensors of all experts.
 
@@ -77,7 +87,6 @@ class Form(NamedTuple):
     locks: Locks
 
 
-@functools.cache
 def _map(experts: int, device: torch.device) -> Tensor:
     """Where each expert is, and -1 for the one that is elsewhere; made once, because a capture cannot make it."""
     found = torch.arange(experts + 1, dtype=torch.int32, device=device)
@@ -85,10 +94,12 @@ def _map(experts: int, device: torch.device) -> Tensor:
     return found
 
 
-@functools.cache
 def _order(device: torch.device) -> Tensor:
     """Marlin's order of outputs; made once, because a capture cannot copy it to the device."""
     return torch.tensor(ROWS_ORDER, device=device)
+
+
+MAPS, ORDERS = Prepared(_map, 1024), Prepared(_order, 64)
 
 
 def _device(facts: Facts) -> torch.device:
@@ -138,8 +149,9 @@ def aligned(operator: Any, ids: Tensor, experts: int, block: int, of_map: Tensor
 def _load_marlin(facts: Facts, owner: str, pack: Callable[..., tuple[Form, int]]) -> Callable[..., Tensor]:
     library, experts = operators("_moe_C.abi3.so", "_moe_C"), facts.size("experts")
     product, align = library.moe_wna16_marlin_gemm.default, library.moe_align_block_size.default
-    names, gate, of_map = _names(product), _gate(facts), _map(experts, _device(facts))
-    order = _order(_device(facts))
+    names, gate, device, capturing = _names(product), _gate(facts), _device(facts), bool(facts["capturing"])
+    of_map, order = MAPS.get(experts, device, capturing=capturing), ORDERS.get(device, capturing=capturing)
+    launching = _LAUNCHING.setdefault(device, forking.lock())
     index = (None, None) if "g_idx_or_none" in names else ()
     parallel, whole = (False,) * ("is_ep" in names), (True,) * bool(index)
     tiles = (-1,) * sum(name in names for name in ("thread_k", "thread_n", "blocks_per_sm"))
@@ -169,12 +181,14 @@ def _load_marlin(facts: Facts, owner: str, pack: Callable[..., tuple[Form, int]]
 
         def multiplied(rows: Tensor, output: Tensor, form: Form, bias: Tensor | None, *, each: int, last: bool) -> None:
             size = (len(rows), output.shape[1], rows.shape[1])
-            product(
+            given = (
                 *(rows, output, form.words, _ordered(bias, output.shape[1], order)),
                 *(form.scale, None, form.second, form.zero),
                 *(*index, form.locks.now(), *blocks, shares, block, each, last, *parallel, form.kind, *size, *whole),
                 *(False, True, False, *tiles),  # no atomics, sums in float32
             )
+            with launching:
+                product(*given)
 
         between = input.new_empty(tokens * top_k, joined)
         multiplied(input, between, first, gate_up_bias, each=top_k, last=False)
@@ -301,7 +315,7 @@ def _load_grouped(facts: Facts, owner: str) -> Callable[..., Tensor]:
     permute, back = library.moe_permute.default, library.moe_unpermute.default
     grouped_mm: Any = functional.grouped_mm
     in_blocks = "m_indices" in _names(permute)
-    gate, of_map = _gate(facts), _map(experts, _device(facts))
+    gate, of_map = _gate(facts), MAPS.get(experts, _device(facts), capturing=bool(facts["capturing"]))
     made_for(of_call(owner, facts, ("experts",)))
 
     def run(

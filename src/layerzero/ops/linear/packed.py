@@ -61,17 +61,19 @@ class Packing:
         self.update(packed)
 
     def update(self, handle: Handle) -> None:
-        """Pack the weight as it is now."""
+        """Pack the weight as it is now, and let the stream end it: another one may read the form next."""
         packed = cast(PackedWeight, handle)
         weight = packed.weight
         with torch.no_grad():
             if packed.quantized is not None:
                 self._made(*self._pack(packed.quantized))
-                return
-            dense = weight.detach().resolve_neg().contiguous()
-            # of an axis with one element any stride counts as contiguous, and zentorch reads it
-            strides = [math.prod(dense.shape[axis:]) for axis in range(1, dense.ndim + 1)]
-            self._made(*self._pack(dense.as_strided(dense.shape, strides)))
+            else:
+                dense = weight.detach().resolve_neg().contiguous()
+                # of an axis with one element any stride counts as contiguous, and zentorch reads it
+                strides = [math.prod(dense.shape[axis:]) for axis in range(1, dense.ndim + 1)]
+                self._made(*self._pack(dense.as_strided(dense.shape, strides)))
+        if weight.is_cuda:
+            torch.cuda.current_stream(weight.device).synchronize()
 
     def _made(self, form: Any, taken: int) -> None:
         self.form, self.bytes = form, taken
