@@ -10,6 +10,7 @@ from weight_operators import BF16, F16, LIBRARIES, product, refused, stand_in, w
 
 import layerzero as lz
 from drawing import at_once
+from layerzero.backends import humming
 from layerzero.backends.vllm import grouped_linear, marlin
 from layerzero.core.device import Device
 from layerzero.core.errors import NotPreparedError
@@ -145,6 +146,25 @@ def test_a_scale_that_marlins_bias_makes_infinite_is_refused(monkeypatch):
     )
     with pytest.raises(NotPreparedError, match=r"stay finite in torch\.bfloat16 times 2\^120"):
         product("block", "vllm.marlin_fp8", large, torch.randn(1, 256).to(BF16))
+
+
+@pytest.mark.parametrize(("text", "field", "code"), [
+    *((text, "data", code) for text in (FP8, "fp8", "mxfp8") for code in (127, 255)),
+    ("mxfp4", "scale", 255), ("mxfp8", "scale", 255), ("nvfp4", "scale", 127),
+])  # fmt: skip
+def test_nan_of_which_marlin_makes_a_number_is_refused(text, field, code):
+    """Its kernel shifts the bits of e4m3 and e8m0 into place, and so does Humming's: NaN is 480 then, or infinity."""
+    known = weight(text)
+    made = {"mx": marlin.micro_tensors, "nv": marlin.micro_tensors}.get(text[:2], marlin.block_tensors)
+    made(known, BF16)
+    humming._of_weight(known, BF16)
+    wrong = getattr(known.fields, field).clone()
+    wrong.view(torch.uint8)[3, 1 if field == "scale" else 70] = code
+    fields = known.fields._replace(**{field: wrong})
+    spoiled = lz.QuantizedWeight.unchecked(known.format, known.shape, fields)
+    for each in (made, humming._of_weight):
+        with pytest.raises(NotPreparedError, match="wanted no NaN for"):
+            each(spoiled, BF16)
 
 
 @pytest.mark.parametrize("rows", [(), (1,), (128,), (128, 1)], ids=str)

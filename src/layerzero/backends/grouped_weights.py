@@ -21,6 +21,7 @@ from torch import Tensor
 from layerzero.backends.torch.moe import load_each
 from layerzero.backends.torch.quantized_linear import on_boundary, propagate_nan
 from layerzero.core import limits as limit
+from layerzero.core.errors import NotPreparedError
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
 from layerzero.core.limit_kinds import Limit
@@ -236,6 +237,22 @@ def by_rows(weight: QuantizedWeight) -> Tensor:
 def as_powers(scale: Tensor) -> Tensor:
     """Powers of two in their own dtype, where a file has their bytes."""
     return scale.view(torch.float8_e8m0fnu) if scale.dtype is torch.uint8 else scale
+
+
+def refuse_nan(weight: Tensor | QuantizedWeight, library: str) -> None:
+    """Refuse NaN in float8 for a kernel that shifts bits into place: it makes 480 of e4m3's, infinity of e8m0's.
+
+    Read: dequant.h of vllm 0.20.0, datatype/dequant_single.cuh of humming 0.1.19. Raises: NotPreparedError.
+    """
+    if isinstance(weight, Tensor):
+        held: list[tuple[str, Tensor | None, int]] = [("weight", weight, 127)]
+    else:
+        scheme, fields = weight.format.scheme, weight.fields
+        held = [("weight", fields.data, 127)] if scheme in ("fp8", "mxfp8") else []
+        held += [("weight_scale", fields.scale, 127 if scheme == "nvfp4" else 255)] if scheme != "fp8" else []
+    for name, numbers, nan in held:
+        if numbers is not None and bool((numbers.view(torch.uint8) & nan == nan).any()):
+            raise NotPreparedError("quantized_linear", [f"{name}: wanted no NaN for {library}, got some"])
 
 
 def second_factor(weight: QuantizedWeight) -> Tensor:

@@ -26,7 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.grouped_weights import Locks, Product, as_powers, by_rows, bytes_of, grouped, second_factor
+from layerzero.backends.grouped_weights import (
+    Locks,
+    Product,
+    as_powers,
+    by_rows,
+    bytes_of,
+    grouped,
+    refuse_nan,
+    second_factor,
+)
 from layerzero.backends.shape_cache import named_folder
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -105,6 +114,7 @@ def _of_codes(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _of_weight(weight: QuantizedWeight, dtype: torch.dtype) -> dict[str, Tensor]:
+    refuse_nan(weight, "Humming")
     scale = weight.fields.scale
     assert scale is not None
     words = weight.fields.data.contiguous().view(torch.int32)

@@ -50,12 +50,16 @@ Tensors = tuple[Tensor, Tensor, Tensor | None]
 """Words, scales and the second scale of a weight."""
 
 
+_NAME = "vllm's Marlin"
+
+
 def _unfit(what: str) -> NotPreparedError:
-    return NotPreparedError("quantized_linear", [f"weight_scale: wanted {what} for vllm's Marlin, got others"])
+    return NotPreparedError("quantized_linear", [f"weight_scale: wanted {what} for {_NAME}, got others"])
 
 
 def block_tensors(weight: QuantizedWeight, dtype: torch.dtype) -> Tensors:
     """Those of a weight of float8 in Marlin's order."""
+    grouped_weights.refuse_nan(weight, _NAME)
     numbers = weight.fields.data.contiguous().view(torch.uint8)
     scale = marlin_scale(grouped_weights.by_rows(weight) * 2.0 ** _BIAS[dtype], dtype)
     if not scale.isfinite().all():
@@ -85,6 +89,7 @@ def _load_by_row(facts: Facts) -> Callable[..., Any]:
     def made(weight: Tensor | QuantizedWeight) -> tuple[tuple[Any, ...], int]:
         grouped_weights.made_for(call)
         data = weight if isinstance(weight, Tensor) else weight.fields.data
+        grouped_weights.refuse_nan(data, _NAME)
         words = marlin_codes(data.contiguous().view(torch.uint8), 8)
         scale = torch.full((1, len(data)), 2.0 ** _BIAS[dtype], dtype=dtype, device=data.device)
         return marlin_form(words, scale)
@@ -123,6 +128,7 @@ def unsigned_scale(scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
 
 def micro_tensors(weight: QuantizedWeight, dtype: torch.dtype) -> Tensors:
     """Those of a weight of MX or NVFP4 in Marlin's order."""
+    grouped_weights.refuse_nan(weight, _NAME)
     scheme, scale = weight.format.scheme, weight.fields.scale
     data = weight.fields.data.contiguous().view(torch.uint8)
     assert scale is not None
