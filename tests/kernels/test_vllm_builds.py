@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -125,3 +126,28 @@ def test_the_version_that_fits_torch_is_the_one_to_install(torch_version, instal
     )
     (reason,) = [each for each in report.reasons("vllm.flash_attn.v3") if each.code == "NOT_INSTALLED"]
     assert reason.hint == f"Install it: {install}"
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it lies elsewhere."""
+
+    is_cuda = True
+
+
+def test_a_thread_has_a_context_before_descriptors_are_made(monkeypatch):
+    """Once in each thread, and where it has the tensor's device; an operator's own guard makes another one's."""
+    made, current = [], [None]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    monkeypatch.setattr(library, "_BOUND", library._Bound())
+    rows, elsewhere = torch.zeros(1), torch.zeros(1).as_subclass(OnGpu)
+    for each in (rows, elsewhere, elsewhere):
+        library.bind(each)
+    assert made == [elsewhere.device]
+    with ThreadPoolExecutor(1) as other:
+        current[0] = 1
+        other.submit(library.bind, elsewhere).result()
+        assert len(made) == 1
+        current[0] = None
+        other.submit(library.bind, elsewhere).result()
+    assert len(made) == 2

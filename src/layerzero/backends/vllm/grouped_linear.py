@@ -29,7 +29,7 @@ from torch import Tensor
 
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, Locks, Product, bytes_of, grouped, regrouped
 from layerzero.backends.torch.quantized_linear import on_boundary, quantized_rows
-from layerzero.backends.vllm.library import STABLE, VLLM, operators
+from layerzero.backends.vllm.library import STABLE, VLLM, bind, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel
@@ -102,6 +102,7 @@ def _machete(facts: Facts) -> tuple[Pack, Product]:
 
     def product(rows: Tensor, form: tuple[Any, ...]) -> Tensor:
         words, kind, scale, zero, group = form
+        bind(rows)
         output: Tensor = operator(rows, words, kind, None, scale, zero, group, None, None, None)
         return output
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.vllm.library import VLLM_FLASH_MLA, operators
+from layerzero.backends.vllm.library import VLLM_FLASH_MLA, bind, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.attention.reference import with_lse
@@ -48,6 +48,7 @@ def _load_flash_mla(facts: Facts) -> Callable[..., Any]:
         q_pe, ckv_cache, kpe_cache, block_tables, context_lens = rest
         known = step.slot(owner, lambda _: _Schedule()) if shared and step is not None else _Schedule()
         cache = joined(ckv_cache, kpe_cache).unsqueeze(2)
+        bind(cache)  # without a split it launches what makes one first
         output, lse, *split = operator(
             *(joined(q_nope, q_pe), cache, latent, context_lens, block_tables, scale, queries > 1, *known.split, None)
         )

@@ -32,6 +32,7 @@ from layerzero.backends.vllm.library import (
     VLLM,
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
+    bind,
     driver_version,
     has_machine_code_of_v2,
     operators,
@@ -148,6 +149,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
             # the bound that its schedule was made for; a plan that a capture was the first to need serves eager calls
             max_context_len = step.bound_of_launch(captured=captured and torch.cuda.is_current_stream_capturing())
             metadata = step.slot(owner, lambda each: _Schedule(each, scheduled)).tensor
+            bind(query)  # without a schedule it launches what makes one first
         output, lse, *_ = operator(
             *(query.squeeze(1), key_cache, value_cache, None, None, None, None, starts, None, None, None, context_lens),
             *(1, longest if max_context_len is None else min(max_context_len, longest), block_tables, None, None),
