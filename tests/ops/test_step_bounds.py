@@ -34,6 +34,7 @@ def launches(monkeypatch):
     launched, scheduled = [], []
 
     def fwd(*given):
+        assert paged._LAUNCHING[0].locked() is (given[29] is not None), "what counts tiles is put back at the end"
         launched.append(given[13])
         return given[0], None
 
@@ -46,12 +47,13 @@ def launches(monkeypatch):
     monkeypatch.setattr(paged, "operators", lambda *_: operators)
     monkeypatch.setattr(paged, "STARTS", types.SimpleNamespace(get=lambda *_, **__: torch.arange(3).int()))
 
-    def run(step, *, capturing, chosen_in_capture=None):
+    def run(step, *, capturing, chosen_in_capture=None, alone=False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         of_capture = capturing if chosen_in_capture is None else chosen_in_capture
         kernel = paged._load_v3(Facts(capturing=of_capture, window=None, softcap=None))
         cache = torch.zeros(8, 16, 2, 64)
-        kernel(torch.zeros(2, 1, 4, 64), cache, cache, step.block_tables, step.context_lens, step=step)
+        of_step = {} if alone else {"step": step}
+        kernel(torch.zeros(2, 1, 4, 64), cache, cache, step.block_tables, step.context_lens, **of_step)
 
     return types.SimpleNamespace(run=run, launched=launched, scheduled=scheduled)
 
@@ -65,6 +67,14 @@ def test_a_step_that_was_never_captured_takes_any_bound(launches):
     step.advance(max_context_len=40)
     launches.run(step, capturing=False)
     assert launches.launched == launches.scheduled == [32, 50, 40]
+
+
+def test_calls_with_a_steps_schedule_are_launched_one_after_the_other(launches):
+    step = made()
+    launches.run(step, capturing=False)
+    launches.run(step, capturing=False, alone=True)
+    assert launches.launched == [32, 64]
+    assert not paged._LAUNCHING[0].locked()
 
 
 def test_an_eager_call_on_the_plan_of_a_capture_captures_nothing(launches):
