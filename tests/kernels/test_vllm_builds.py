@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends import shape_cache
 from layerzero.backends.vllm import library, rows
 from layerzero.core.device import Device
 from layerzero.core.facts import FactsBuilder
@@ -139,15 +140,15 @@ def test_a_thread_has_a_context_before_descriptors_are_made(monkeypatch):
     made, current = [], [None]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "set_device", made.append)
-    monkeypatch.setattr(library, "_BOUND", library._Bound())
+    monkeypatch.setattr(shape_cache, "_BOUND", shape_cache._Bound())
     rows, elsewhere = torch.zeros(1), torch.zeros(1).as_subclass(OnGpu)
     for each in (rows, elsewhere, elsewhere):
-        library.bind(each)
+        shape_cache.bind(each)
     assert made == [elsewhere.device]
     with ThreadPoolExecutor(1) as other:
         current[0] = 1
-        other.submit(library.bind, elsewhere).result()
+        other.submit(shape_cache.bind, elsewhere).result()
         assert len(made) == 1
         current[0] = None
-        other.submit(library.bind, elsewhere).result()
+        other.submit(shape_cache.bind, elsewhere).result()
     assert len(made) == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -116,16 +115,13 @@ def test_the_small_product_is_called_as_its_library_wants_it(monkeypatch, rows, 
 
     module = types.SimpleNamespace(tinygemm2_op=with_bias, tinygemm2_nobias_op=without)
     monkeypatch.setattr(flashinfer, "_module_linear", lambda: module)
-    current = []
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    bound = []
+    monkeypatch.setattr(flashinfer, "bind", bound.append)
     given = {"input": torch.randn(*rows, 64), "weight": torch.randn(16, 64)}
     bias = {"bias": torch.randn(16)} if biased else {}
-    run = flashinfer._load_linear(facts_of({**given, **bias}))
-    with ThreadPoolExecutor(1) as fresh:
-        results = [fresh.submit(run, given["input"], given["weight"], **bias).result() for _ in range(2)]
-    for got in results:
-        torch.testing.assert_close(got, torch.nn.functional.linear(given["input"], given["weight"], **bias))
-    assert current == [0], "a thread has a context from its first call on"
+    got = flashinfer._load_linear(facts_of({**given, **bias}))(given["input"], given["weight"], **bias)
+    torch.testing.assert_close(got, torch.nn.functional.linear(given["input"], given["weight"], **bias))
+    assert bound == [given["input"]], "its first call in a thread is the driver's"
 
 
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3)], ids=str)

@@ -4,6 +4,8 @@ Making them copies from the host, allocates or compiles, which a CUDA graph capt
 on using what it saw. So a kernel that needs one is legal in a capture only after a call of the same shape outside of
 it, and what a capture used is kept for the life of the process.
 
+A thread's context, which some operators want before their first call in it.
+
 Caches of compilers: what artefacts of the CuTe DSL depend on, and where they, Triton's and the driver's lie.
 """
 
@@ -17,6 +19,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Hashable
 from getpass import getuser
 from pathlib import Path
@@ -29,6 +32,27 @@ from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.reasons import Reason, ReasonCode
 from layerzero.core.system import forking
+
+
+class _Bound(threading.local):
+    """Whether a thread's device has its context there."""
+
+    here = False
+
+
+_BOUND = _Bound()
+
+
+def bind(tensor: Tensor) -> None:
+    """Give the thread its device's context, for operators whose first call is the driver's cuTensorMapEncodeTiled.
+
+    A thread has none before a call of the runtime's, which neither an allocation from the cache is nor
+    ``torch.cuda.device``: error 201 (FlashInfer's tinygemm, H200, 2026-12-01). CUTLASS writes a line of it, and goes on
+    with a descriptor of zeros (``make_tma_copy_desc`` of CUTLASS 4, without asserts).
+    """
+    if not _BOUND.here and tensor.is_cuda and torch.cuda.current_device() == tensor.device.index:
+        torch.cuda.set_device(tensor.device)  # for another device the operator's own guard does the same
+        _BOUND.here = True
 
 
 class Prepared:

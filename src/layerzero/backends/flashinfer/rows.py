@@ -40,7 +40,6 @@ bfloat16 and two ranks (torch 2.11, 2026-11-27). Library: flashinfer-python 0.7.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -51,6 +50,7 @@ from torch import Tensor
 from layerzero.backends.flashinfer.attention import FLASHINFER, kernel, overlaps
 from layerzero.backends.flashinfer.modules import is_built, of_modules
 from layerzero.backends.norm_limits import ElementsBelow, RowsAligned, sum_then
+from layerzero.backends.shape_cache import bind
 from layerzero.backends.torch.collectives import ONE_SHOT, ONE_SHOT_ELEMENTS, ONE_SHOT_OF_TWO, dense, of_group
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -189,24 +189,13 @@ def _module_linear() -> Any:
     return gen_tinygemm2_module().build_and_load()
 
 
-class _Bound(threading.local):
-    """Whether a thread has a current context: it has none before the first call of the runtime that needs one."""
-
-    here = False
-
-
-_BOUND = _Bound()
-
-
 def _load_linear(facts: Facts) -> Callable[..., Any]:
-    module, device = _module_linear(), facts.device.index
+    module = _module_linear()
     with_bias, without = module.tinygemm2_op, module.tinygemm2_nobias_op
     inputs, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
 
     def run(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
-        if not _BOUND.here:  # a thread's first descriptor failed with error 201 (H200, 2026-12-01)
-            torch.cuda.set_device(device)  # the plan has made it the current one, which makes no context
-            _BOUND.here = True
+        bind(input)
         rows = input if ndim == 2 else input.view(-1, inputs)
         output = rows.new_empty((rows.shape[0], outputs))
         if bias is None:

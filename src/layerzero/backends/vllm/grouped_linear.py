@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, Locks, Product, bytes_of, grouped, regrouped
+from layerzero.backends.shape_cache import bind
 from layerzero.backends.torch.quantized_linear import on_boundary, quantized_rows
-from layerzero.backends.vllm.library import STABLE, VLLM, bind, operators
+from layerzero.backends.vllm.library import STABLE, VLLM, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Kernel

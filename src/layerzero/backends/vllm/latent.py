@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.vllm.library import VLLM_FLASH_MLA, bind, operators
+from layerzero.backends.shape_cache import bind
+from layerzero.backends.vllm.library import VLLM_FLASH_MLA, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.ops.attention.reference import with_lse

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import threading
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Backend, Release
@@ -57,27 +55,6 @@ def has_machine_code_of_v2(facts: Facts) -> bool:
     variant on an H200 (2026-11-21), kept in its cache for the next process.
     """
     return facts.device.sm is not None and facts.device.sm[0] == 8
-
-
-class _Bound(threading.local):
-    """Whether a thread's device has its context there."""
-
-    here = False
-
-
-_BOUND = _Bound()
-
-
-def bind(tensor: Tensor) -> None:
-    """Give the thread its device's context, for operators whose first call is the driver's cuTensorMapEncodeTiled.
-
-    A thread has none before a call of the runtime's, which neither an allocation from the cache is nor
-    ``torch.cuda.device``: error 201 (FlashInfer's tinygemm, H200, 2026-12-01). CUTLASS writes a line of it, and goes on
-    with a descriptor of zeros (``make_tma_copy_desc`` of CUTLASS 4, without asserts).
-    """
-    if not _BOUND.here and tensor.is_cuda and torch.cuda.current_device() == tensor.device.index:
-        torch.cuda.set_device(tensor.device)  # for another device the operator's own guard does the same
-        _BOUND.here = True
 
 
 @functools.cache

@@ -27,14 +27,13 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.paged import SAME_STRIDES
 from layerzero.backends.norm_limits import ElementsBelow
-from layerzero.backends.shape_cache import Prepared, driver_cache
+from layerzero.backends.shape_cache import Prepared, bind, driver_cache
 from layerzero.backends.torch.latent_cascade import merge, weighted
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES
 from layerzero.backends.vllm.library import (
     VLLM,
     VLLM_FLASH_ATTN_2,
     VLLM_FLASH_ATTN_3,
-    bind,
     driver_version,
     has_machine_code_of_v2,
     operators,
