@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from compiled_models import Library, Model
 from torch import nn
 
 import layerzero as lz
@@ -113,6 +114,16 @@ def test_numbers_beyond_a_table_and_rows_that_hide_all_are_left_to_the_model():
     assert engine.serves([ids, part])
     assert not engine.serves([ids, empty])
     assert not engine.serves([ids, mask * 2])
+
+
+def test_a_model_with_a_sparse_buffer_is_left(monkeypatch):
+    library = Library(0.1)
+    monkeypatch.setattr(compiled_calls, "COMPILERS", (library.compiler,))
+    model = Model().eval()
+    model.register_buffer("heads", torch.ones(2, 3).to_sparse(), persistent=False)
+    report = lz.optimize(model, torch.randn(2, 3, 8), isolate=False)
+    assert "compiled: heads is sparse" in str(report)
+    assert library.compiled == 0
 
 
 def test_settings_reach_what_was_compiled_before():

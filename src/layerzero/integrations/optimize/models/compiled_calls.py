@@ -77,7 +77,7 @@ def compile_calls(search: Search, report: Optimized, watched: CallsOfInputs) -> 
         first = next(module.parameters(), None)
         if first is None or first.device.type != "cpu":
             continue
-        calls = refusal(module) or watched.calls_of(module)
+        calls = refusal(module) or _sparse(module) or watched.calls_of(module)
         if isinstance(calls, str):
             report.left.append(Left(path, cls, f"compiled: {calls}"))
             continue
@@ -93,6 +93,12 @@ def compile_calls(search: Search, report: Optimized, watched: CallsOfInputs) -> 
         if any(each.engines for each in calls.values()):
             found.append(target)
     return found
+
+
+def _sparse(module: Module) -> str:
+    """Which weight or buffer is sparse, of which torch tells no bytes: the heads of openai-whisper are such a buffer."""
+    held = (*module.named_parameters(), *module.named_buffers())
+    return next((f"{name} is sparse" for name, each in held if each.layout is not torch.strided), "")
 
 
 class CallsOfInputs:
