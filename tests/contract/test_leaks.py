@@ -155,6 +155,7 @@ _OF_OPTIMIZE = (
         ),
     ),
     ("models/steps", _CACHE, "attention logits max_context_len step tokens"),
+    ("swaps/candidate", _REPLACED, "eps num_heads"),
     ("swaps/swap", _REPLACED, "weight"),
 )
 """Files of ``lz.optimize``, each with why and which names it may use."""

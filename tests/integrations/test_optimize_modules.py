@@ -384,3 +384,11 @@ def test_transforms_and_other_weights_are_served() -> None:
         torch.testing.assert_close(model(x), stock(x))
     gradient = [torch.func.grad(lambda row, each=each: each(row).sum())(x) for each in (model, stock)]
     torch.testing.assert_close(gradient[0], gradient[1])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_torchs_layers_do_not_call_is_left(*, fused: bool) -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 24, batch_first=fused).eval()
+    left = {each.path for each in lz.optimize(model).left if "does not call it" in each.why}
+    held = {"norm1", "norm2", "linear1", "linear2", "self_attn"} if fused else set()
+    assert left == {"self_attn.out_proj"} | held

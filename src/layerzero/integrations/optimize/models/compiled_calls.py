@@ -96,7 +96,7 @@ def compile_calls(search: Search, report: Optimized, watched: CallsOfInputs) -> 
 
 
 def _sparse(module: Module) -> str:
-    """Which weight or buffer is sparse, of which torch tells no bytes: the heads of openai-whisper are such a buffer."""
+    """Which weight or buffer is sparse: torch tells no bytes of it. A buffer of openai-whisper is (alignment_heads)."""
     held = (*module.named_parameters(), *module.named_buffers())
     return next((f"{name} is sparse" for name, each in held if each.layout is not torch.strided), "")
 

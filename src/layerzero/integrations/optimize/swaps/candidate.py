@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, MultiheadAttention, Parameter, TransformerEncoderLayer
 
 import layerzero as lz
 from layerzero.backends.torch.conv import misread
@@ -370,7 +370,18 @@ def refusal(module: Module, parent: Module | None = None) -> str:
             return f"its parameters{where} are computed anew for each call (parametrizations)"
     if parent is not None and type(parent).__module__.startswith(ADAPTERS):
         return f"it lies under an adapter ({type(parent).__name__}); merge and unload that first"
+    if getattr(type(parent), "forward", None) is MultiheadAttention.forward or _is_fused(parent):
+        return f"torch's {type(parent).__name__} reads its weight and does not call it"
     return ""
+
+
+def _is_fused(layer: Any) -> bool:
+    """Whether torch runs the layer as one operator where nothing records gradients."""
+    if getattr(type(layer), "forward", None) is not TransformerEncoderLayer.forward:
+        return False
+    attends, alike = layer.self_attn, layer.norm1.eps == layer.norm2.eps and layer.activation_relu_or_gelu
+    fits = attends.batch_first and attends.in_proj_bias is not None and attends.num_heads % 2 == 0
+    return bool(alike and fits and torch.backends.mha.get_fastpath_enabled())
 
 
 def weight_problem(parameter: Parameter) -> str:
