@@ -359,3 +359,12 @@ def test_a_report_says_that_a_model_has_no_weights_whose_rows_could_be_rounded(u
     (why,) = [each.why for each in report.left if each.why.startswith("activations='int8'")]
     assert "no module that was looked at has a weight quantised by group or in GGUF's blocks" in why
     assert "pass weights='int8'" in why
+
+
+def test_scales_of_one_float8_number_are_read_as_they_are() -> None:
+    model, rows = nn.Linear(16, 24).eval(), torch.randn(3, 16)
+    model.scale = nn.Parameter(torch.ones(24).to(torch.float8_e8m0fnu), requires_grad=False)
+    wanted = model(rows)
+    report = lz.optimize(model)
+    assert {each.path for each in (*report.left, *report.replaced)} == {""}
+    torch.testing.assert_close(model(rows), wanted)
