@@ -16,7 +16,9 @@ from layerzero.core.evidence import call_work
 from layerzero.core.fact_reads import EVERYTHING, NEGATED, Watched, names_no_size, reads_of, watch
 from layerzero.core.facts import Facts, FactsBuilder, TensorFacts
 from layerzero.engine.headroom import result_bytes
+from layerzero.engine.registry import REGISTRY
 from layerzero.ops import OPERATIONS
+from layerzero.tuning.measurement.jobs import jobs_of_cases
 
 HALF = TensorFacts((1,), (1,), torch.half)
 
@@ -134,6 +136,19 @@ def test_what_cannot_be_watched_reads_everything(facts):
 ])  # fmt: skip
 def test_reads_tell_whether_calls_that_differ_in_sizes_agree(facts, limit, alike):
     assert names_no_size(reads_of(limit.check, facts), facts) is alike
+
+
+def test_every_limit_of_a_kernel_can_be_watched():
+    """One that cannot reads everything: each number of rows had a plan of its own, and was chosen for anew."""
+    facts = {
+        each.operation.name: each for each in (job.facts("cpu") for job in jobs_of_cases(OPERATIONS, ["bfloat16"]))
+    }
+    for kernel in REGISTRY.kernels():
+        for each in kernel.limits:
+            for name in facts.keys() & kernel.operations:
+                answer, reads = watch(each.check, facts[name])
+                assert bool(answer) is bool(each.check(facts[name])), (kernel.id, each)
+                assert EVERYTHING not in reads, (kernel.id, each)
 
 
 @pytest.mark.parametrize("made", [call_work, result_bytes], ids=lambda made: made.__name__)

@@ -392,3 +392,12 @@ def test_what_torchs_layers_do_not_call_is_left(*, fused: bool) -> None:
     left = {each.path for each in lz.optimize(model).left if "does not call it" in each.why}
     held = {"norm1", "norm2", "linear1", "linear2", "self_attn"} if fused else set()
     assert left == {"self_attn.out_proj"} | held
+
+
+def test_encoder_layers_that_torch_calls_in_parts_are_not_left() -> None:
+    training = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True).train()
+    without_norms = nn.TransformerEncoderLayer(16, 2, 24).eval()
+    without_norms.norm1 = without_norms.norm2 = nn.Identity()  # type: ignore[assignment]
+    for model in (training, without_norms):
+        left = {each.path for each in lz.optimize(model).left if "does not call it" in each.why}
+        assert left <= {"self_attn.out_proj"}

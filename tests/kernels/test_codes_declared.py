@@ -13,6 +13,7 @@ from weight_operators import BF16, F16, LIBRARIES, marlin_place, marlin_words, p
 import layerzero as lz
 from drawing import at_once
 from layerzero.backends import grouped_weights
+from layerzero.backends.vllm import grouped_linear
 from layerzero.core.device import Device
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.registry import REGISTRY
@@ -120,6 +121,13 @@ def test_each_library_is_called_as_it_reads_codes(stood_in, kernel):
         first = product("group", kernel, known, input[0, 0])
         torch.testing.assert_close(first.double(), exact[0, 0] - bias.double(), rtol=0.0, atol=0.04)
     assert taken
+
+
+def test_machete_has_a_context_before_its_first_call_which_is_the_drivers(stood_in, monkeypatch):
+    bound = []
+    monkeypatch.setattr(grouped_linear, "give_context", bound.append)
+    product("group", "vllm.machete", weight(GPTQ), torch.randn(1, 256).to(BF16))
+    assert len(bound) == 1
 
 
 @pytest.mark.parametrize(("text", "tables"), [(GPTQ, 2), ("compressed-tensors:bits=4", 1)])

@@ -17,21 +17,23 @@ from layerzero.engine.registry import REGISTRY
 CUDA = torch.device("cuda", 0)
 
 
-def test_one_thread_at_a_time_sets_and_launches():
+def test_one_thread_at_a_time_sets_and_launches_on_a_device(monkeypatch):
     """Its host code runs without Python's lock: what one call set is what it launches with."""
     inside = []
 
     def load(facts):
         def run(number, *, wanted):
-            inside.append((number, attention._LAUNCHES.locked()))
+            inside.append((number, [each.locked() for each in attention._LAUNCHES.values()]))
             return wanted
 
         return run
 
+    monkeypatch.setattr(attention, "_LAUNCHES", {})
     made = attention.kernel("flashinfer.invented", "norm.rms", load, limit.dtype("float32"), priority=1)
-    assert made.load(None)(3, wanted=4) == 4
-    assert inside == [(3, True)]
-    assert not attention._LAUNCHES.locked()
+    runs = [made.load(types.SimpleNamespace(device=types.SimpleNamespace(index=index))) for index in (0, 1, 0)]
+    assert [run(number, wanted=4) for number, run in enumerate(runs)] == [4, 4, 4]
+    assert inside == [(0, [True, False]), (1, [False, True]), (2, [True, False])]
+    assert not any(each.locked() for each in attention._LAUNCHES.values())
     alone = {"flashinfer.all_reduce", "flashinfer.all_reduce_add_rms_norm"}  # ranks may be threads that wait for others
     kernels = [each for each in REGISTRY.kernels() if each.backend is attention.FLASHINFER]
     assert {each.id for each in kernels if not hasattr(each.load, "__wrapped__")} == alone

@@ -143,7 +143,7 @@ def test_a_latent_decode_is_planned_for_as_many_queries_of_each_sequence():
 def test_flash_mla_splits_the_work_once_a_step_unless_a_graph_replays_it(monkeypatch, kind):
     from layerzero.backends.vllm import latent
 
-    given = []
+    given, bound = [], []
 
     def dense_decode_fwd(query, cache, latent_dim, lens, table, scale, causal, metadata, splits, out):
         given.append((tuple(query.shape), tuple(cache.shape), latent_dim, causal, metadata))
@@ -152,6 +152,7 @@ def test_flash_mla_splits_the_work_once_a_step_unless_a_graph_replays_it(monkeyp
 
     operator = types.SimpleNamespace(dense_decode_fwd=types.SimpleNamespace(default=dense_decode_fwd))
     monkeypatch.setattr(latent, "operators", lambda *_: operator)
+    monkeypatch.setattr(latent, "give_context", bound.append)
     sizes = {"latent_dim": 8, "seq_q": 2, "heads": 3}
 
     class Facts(dict):
@@ -172,6 +173,7 @@ def test_flash_mla_splits_the_work_once_a_step_unless_a_graph_replays_it(monkeyp
     assert given[0] == ((2, 2, 3, 12), (4, PAGE, 1, 12), 8, True, None)
     known = [None if metadata is None else int(metadata) for *_, metadata in given]
     assert known == ([None, 1, None] if kind == "eager" else [None] * 3)
+    assert len(bound) == 3, "with a split its first call is the driver's"
 
 
 def test_prefills_on_decodes_are_two_plans_of_one_wrapper(monkeypatch):

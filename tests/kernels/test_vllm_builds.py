@@ -73,26 +73,6 @@ def test_experts_are_chosen_by_an_operator_with_or_without_rows_that_count_for_n
     assert given[0][5:] == (None,) * (parameters - 5)
 
 
-@pytest.mark.parametrize("wrong", [[torch.nan], [torch.inf], [-torch.inf] * 8], ids=str)
-def test_a_row_whose_weights_are_no_numbers_says_so_where_the_operator_makes_0_of_them(monkeypatch, wrong):
-    def topk_softmax(weights, places, _scratch, logits, *_):
-        found = logits.softmax(-1).nan_to_num(0.0).topk(weights.shape[1])  # csrc/moe/topk_softmax_kernels.cu of 0.20.0
-        weights.copy_(found.values)
-        places.copy_(found.indices)
-
-    topk_softmax._schema = types.SimpleNamespace(arguments=[None] * 6)
-    names = types.SimpleNamespace(topk_softmax=types.SimpleNamespace(default=topk_softmax))
-    monkeypatch.setattr(rows, "operators", lambda *_: names)
-    logits = torch.randn(3, 8)
-    logits[1, : len(wrong)] = torch.tensor(wrong)
-    logits[2, 3] = -torch.inf  # an expert that is left out
-    given = {"top_k": 2, "renormalize": False, "scale": 0.5}
-    got, want = rows._load_moe(None)(logits, **given), lz.moe_route(logits, **given)
-    assert got[0][1].isnan().all()
-    torch.testing.assert_close(got[0], want[0], equal_nan=True)
-    assert torch.equal(got[1][[0, 2]], want[1][[0, 2]])
-
-
 @pytest.mark.parametrize(("device", "beyond"), [("H200", 16), ("B200", 0)])
 def test_a_gate_loads_32_bytes_at_a_time_on_blackwell(monkeypatch, device, beyond):
     began = []
@@ -143,12 +123,12 @@ def test_a_thread_has_a_context_before_descriptors_are_made(monkeypatch):
     monkeypatch.setattr(shape_cache, "_BOUND", shape_cache._Bound())
     rows, elsewhere = torch.zeros(1), torch.zeros(1).as_subclass(OnGpu)
     for each in (rows, elsewhere, elsewhere):
-        shape_cache.bind(each)
+        shape_cache.give_context(each)
     assert made == [elsewhere.device]
     with ThreadPoolExecutor(1) as other:
         current[0] = 1
-        other.submit(shape_cache.bind, elsewhere).result()
+        other.submit(shape_cache.give_context, elsewhere).result()
         assert len(made) == 1
         current[0] = None
-        other.submit(shape_cache.bind, elsewhere).result()
+        other.submit(shape_cache.give_context, elsewhere).result()
     assert len(made) == 2

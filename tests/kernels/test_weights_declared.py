@@ -185,6 +185,11 @@ def test_marlin_takes_float8_by_row_without_its_scales(monkeypatch, rows, held):
         exact = call["input"].double() @ (codes.double() * scale.double().reshape(-1, 1)).t() + given["bias"].double()
         assert (got.dtype, got.shape) == (BF16, exact.shape)
         torch.testing.assert_close(got.double(), exact, rtol=1e-2, atol=0.1 * float(exact.abs().mean()))
+    spoiled = codes.clone()
+    spoiled.view(torch.uint8)[3, 70] = 127
+    given["packed"] = lz.PackedWeight(spoiled)
+    with pytest.raises(NotPreparedError, match="wanted no NaN for"):
+        declared.load(facts)(call["input"], spoiled, scale, **given)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)

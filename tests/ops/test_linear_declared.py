@@ -116,7 +116,7 @@ def test_the_small_product_is_called_as_its_library_wants_it(monkeypatch, rows, 
     module = types.SimpleNamespace(tinygemm2_op=with_bias, tinygemm2_nobias_op=without)
     monkeypatch.setattr(flashinfer, "_module_linear", lambda: module)
     bound = []
-    monkeypatch.setattr(flashinfer, "bind", bound.append)
+    monkeypatch.setattr(flashinfer, "give_context", bound.append)
     given = {"input": torch.randn(*rows, 64), "weight": torch.randn(16, 64)}
     bias = {"bias": torch.randn(16)} if biased else {}
     got = flashinfer._load_linear(facts_of({**given, **bias}))(given["input"], given["weight"], **bias)

@@ -31,10 +31,14 @@ class Facts(dict):
 @pytest.fixture
 def launches(monkeypatch):
     """What a stand-in of FlashAttention 3 was launched with, and what its schedules were made for: bounds."""
-    launched, scheduled = [], []
+    launched, scheduled, bound = [], [], []
 
     def fwd(*given):
         assert paged._LAUNCHING[0].locked() is (given[29] is not None), "what counts tiles is put back at the end"
+        assert [each is given[0]._base for each in bound] == [True] * (given[29] is not None), (
+            "a descriptor comes first"
+        )
+        bound.clear()
         launched.append(given[13])
         return given[0], None
 
@@ -45,6 +49,7 @@ def launches(monkeypatch):
     library = {"fwd": fwd, "get_scheduler_metadata": schedule}
     operators = types.SimpleNamespace(**{name: types.SimpleNamespace(default=each) for name, each in library.items()})
     monkeypatch.setattr(paged, "operators", lambda *_: operators)
+    monkeypatch.setattr(paged, "give_context", bound.append)
     monkeypatch.setattr(paged, "STARTS", types.SimpleNamespace(get=lambda *_, **__: torch.arange(3).int()))
 
     def run(step, *, capturing, chosen_in_capture=None, alone=False):

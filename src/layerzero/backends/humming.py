@@ -169,7 +169,7 @@ _LIMITS = (
 
 
 def _fits_tiles(facts: Facts) -> bool:
-    """Whether no group crosses a tile: those are powers of two of inputs. 0.1.20 splits other groups (transform.py)."""
+    """Whether no group crosses a tile, whose inputs are a power of two. 0.1.20 splits other groups (transform.py)."""
     group = facts.size("weight_group")
     return group & (group - 1) == 0 or group == facts.size("in_features")
 

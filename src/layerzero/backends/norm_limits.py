@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
-import msgspec
 from torch import Tensor
 
 from layerzero.core import limits as limit
@@ -26,11 +25,15 @@ class RowsAligned(limit.OfTensors):
     size: str = "hidden"
 
     def problem(self, name: str, tensor: TensorFacts, facts: Facts, /) -> Reason | None:
-        wanted = math.gcd(MAX_ALIGNMENT_BYTES, facts.size(self.size) * tensor.dtype.itemsize)
-        if tensor.contiguous:  # axes within a row start none: norms take rows over several axes
-            outer = [step for step in tensor.strides[:-1] if step >= facts.size(self.size)]
-            tensor = msgspec.structs.replace(tensor, strides=(*outer, 1))
-        got = tensor.row_alignment_bytes
+        size, got = facts.size(self.size), tensor.row_alignment_bytes
+        wanted = math.gcd(MAX_ALIGNMENT_BYTES, size * tensor.dtype.itemsize)
+        if got < wanted and tensor.contiguous:  # no row starts within a row, which norms take over several axes
+            row, axis = 1, len(tensor.shape)
+            while axis and row < size:
+                axis -= 1
+                row *= tensor.shape[axis]
+            rows = TensorFacts(tensor.shape, (*tensor.strides[:axis], 1), tensor.dtype, tensor.alignment_bytes)
+            got = rows.row_alignment_bytes
         return Reason(ReasonCode.MISALIGNED, name, f"{wanted} bytes", f"{got} bytes") if got < wanted else None
 
     def facts_named(self) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class _Bound(threading.local):
 _BOUND = _Bound()
 
 
-def bind(tensor: Tensor) -> None:
+def give_context(tensor: Tensor) -> None:
     """Give the thread its device's context, for operators whose first call is the driver's cuTensorMapEncodeTiled.
 
     A thread has none before a call of the runtime's, which neither an allocation from the cache is nor

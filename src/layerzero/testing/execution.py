@@ -34,7 +34,7 @@ from layerzero.testing.sizes import CheckSetting, elements, fits, with_axis
 REPEATS = 4
 SEED = 0
 THREADS, CALLS_A_THREAD, CALLS_ON_CUDA = 3, 16, 64
-"""Launches are short: decodes that shared a workspace were wrong in 8 of 1,600 (FlashInfer 0.7.4, H200, 2026-12-01)."""
+"""More on a GPU: decodes that shared a workspace were wrong in 8 of 1,600 (FlashInfer 0.7.4, H200, 2026-12-01)."""
 
 GROWTH = 2, 4, 8
 """How many times as long an axis is in the larger calls."""

@@ -50,7 +50,7 @@ from torch import Tensor
 from layerzero.backends.flashinfer.attention import FLASHINFER, kernel, overlaps
 from layerzero.backends.flashinfer.modules import is_built, of_modules
 from layerzero.backends.norm_limits import ElementsBelow, RowsAligned, sum_then
-from layerzero.backends.shape_cache import bind
+from layerzero.backends.shape_cache import give_context
 from layerzero.backends.torch.collectives import ONE_SHOT, ONE_SHOT_ELEMENTS, ONE_SHOT_OF_TWO, dense, of_group
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -195,7 +195,7 @@ def _load_linear(facts: Facts) -> Callable[..., Any]:
     inputs, outputs, ndim = facts.size("in_features"), facts.size("out_features"), facts["input_ndim"]
 
     def run(input: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
-        bind(input)
+        give_context(input)
         rows = input if ndim == 2 else input.view(-1, inputs)
         output = rows.new_empty((rows.shape[0], outputs))
         if bias is None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.grouped_weights import IN_FOUR_BITS, Locks, Product, bytes_of, grouped, regrouped
-from layerzero.backends.shape_cache import bind
+from layerzero.backends.shape_cache import give_context
 from layerzero.backends.torch.quantized_linear import on_boundary, quantized_rows
 from layerzero.backends.vllm.library import STABLE, VLLM, operators
 from layerzero.core import limits as limit
@@ -103,7 +103,7 @@ def _machete(facts: Facts) -> tuple[Pack, Product]:
 
     def product(rows: Tensor, form: tuple[Any, ...]) -> Tensor:
         words, kind, scale, zero, group = form
-        bind(rows)
+        give_context(rows)
         output: Tensor = operator(rows, words, kind, None, scale, zero, group, None, None, None)
         return output
 

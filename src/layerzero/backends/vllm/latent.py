@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from layerzero.backends.shape_cache import bind
+from layerzero.backends.shape_cache import give_context
 from layerzero.backends.vllm.library import VLLM_FLASH_MLA, operators
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
@@ -49,7 +49,7 @@ def _load_flash_mla(facts: Facts) -> Callable[..., Any]:
         q_pe, ckv_cache, kpe_cache, block_tables, context_lens = rest
         known = step.slot(owner, lambda _: _Schedule()) if shared and step is not None else _Schedule()
         cache = joined(ckv_cache, kpe_cache).unsqueeze(2)
-        bind(cache)  # without a split it launches what makes one first
+        give_context(cache)  # of a step's split it makes a TMA descriptor before its first launch
         output, lse, *split = operator(
             *(joined(q_nope, q_pe), cache, latent, context_lens, block_tables, scale, queries > 1, *known.split, None)
         )

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.paged import SAME_STRIDES
 from layerzero.backends.norm_limits import ElementsBelow
-from layerzero.backends.shape_cache import Prepared, bind, driver_cache
+from layerzero.backends.shape_cache import Prepared, driver_cache, give_context
 from layerzero.backends.torch.latent_cascade import merge, weighted
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES
 from layerzero.backends.vllm.library import (
@@ -159,7 +159,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
             # the bound that its schedule was made for; a plan that a capture was the first to need serves eager calls
             max_context_len = step.bound_of_launch(captured=captured and torch.cuda.is_current_stream_capturing())
             metadata = step.slot(owner, lambda each: _Schedule(each, scheduled)).tensor
-            bind(query)  # without a schedule it launches what makes one first
+            give_context(query)  # of a step's schedule it makes a TMA descriptor before its first launch
         given = (
             *(query.squeeze(1), key_cache, value_cache, None, None, None, None, starts, None, None, None, context_lens),
             *(1, longest if max_context_len is None else min(max_context_len, longest), block_tables, None, None),
@@ -255,7 +255,7 @@ def _load_merge(facts: Facts) -> Callable[..., Any]:
     operator = operators("_C.abi3.so", "_C").merge_attn_states.default
 
     def run(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-        # it steps over tokens by heads times the head's stride, which may be any for one head; a view says it anew
+        # it steps over tokens by heads times the head's stride, which may be any for one head; a view has the dense one
         output_a = output_a.view(output_a.shape)
         output, lse = torch.empty_like(output_a), torch.empty_like(lse_a)
         # next to -inf it takes NaN for it, and the first part for both (merge_attn_states.cu): NaN goes into both

@@ -101,9 +101,10 @@ def gated(operator: Callable[..., None]) -> Callable[..., Tensor]:
 
 
 def _load_gate(facts: Facts) -> Callable[..., Tensor]:
-    """From compute capability 10 on it loads 32 bytes at a time, of more than 128 rows, wherever the data begins.
+    """What loads 32 bytes at a time of more than 128 rows, from compute capability 10 on, wherever the data begins.
 
-    Read: ``ld256`` and ``LAUNCH_ACTIVATION_GATE_KERNEL`` of csrc/activation_kernels.cu (0.20.0); facts end at 16 bytes.
+    Facts tell alignments of up to 16 bytes, so rows are looked at in the call. Read: ``ld256`` and
+    ``LAUNCH_ACTIVATION_GATE_KERNEL`` of csrc/activation_kernels.cu (0.20.0).
     """
     gate = gated(gate_of(facts, operators("_C.abi3.so", "_C")))
     if facts.device.sm is None or facts.device.sm < (10, 0):
@@ -149,8 +150,8 @@ def _load_moe(facts: Facts) -> Callable[..., tuple[Tensor, Tensor]]:
         rows = logits.to(torch.float32)
         weights = rows.new_empty((len(rows), top_k))
         places, scratch = (torch.empty_like(weights, dtype=torch.int32) for _ in range(2))
+        # of rows of NaN it makes weights of 0 (topk_softmax_kernels.cu of 0.20.0), and experts make NaN of such tokens
         operator(weights, places, scratch, rows, renormalize, *more)
-        weights.add_(rows.amax(-1, keepdim=True), alpha=0.0)  # it makes 0 of NaN (topk_softmax_kernels.cu of 0.20.0)
         return weights if scale == 1.0 else weights.mul_(scale), places
 
     return route

@@ -101,7 +101,7 @@ def each_expert(
     dtype = like.dtype
     total = torch.zeros(like.shape, dtype=dtype, device=like.device)
     experts = gate_up_weight.shape[0]
-    # on no device shapes follow from one: 32 took 0.6 of conformance's time
+    # on the meta device shapes follow from one: 32 took 0.6 of conformance's time
     for number in range(min(experts, 1) if like.is_meta else experts):
         of = expert_ids == number
         bias = None if gate_up_bias is None else gate_up_bias[number].to(dtype)
@@ -125,7 +125,7 @@ def squares(arguments: Mapping[str, Any], joined: Tensor, _: Tensor, weight: Ten
 
 
 def summed(arguments: Mapping[str, Any], visit: Callable[..., Tensor] = squares) -> Tensor:
-    """The deviation of a result if each expert's rows are; of one that a token has twice, the same way both times."""
+    """How far a result deviates if each expert's rows do; an expert that a token has twice deviates the same way."""
     weights = *weights_of(arguments, torch.float64), arguments.get(BIASES[0]), arguments.get(BIASES[1])
     ids, sizes = arguments["expert_ids"], arguments["expert_weights"].abs()
     together = torch.where(ids.unsqueeze(-1) == ids.unsqueeze(-2), sizes.unsqueeze(-2), 0.0).sum(-1)

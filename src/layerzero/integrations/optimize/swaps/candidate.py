@@ -377,10 +377,11 @@ def refusal(module: Module, parent: Module | None = None) -> str:
 
 def _is_fused(layer: Any) -> bool:
     """Whether torch runs the layer as one operator where nothing records gradients."""
-    if getattr(type(layer), "forward", None) is not TransformerEncoderLayer.forward:
+    if getattr(type(layer), "forward", None) is not TransformerEncoderLayer.forward or layer.training:
         return False
-    attends, alike = layer.self_attn, layer.norm1.eps == layer.norm2.eps and layer.activation_relu_or_gelu
+    attends, (eps, other) = layer.self_attn, (getattr(each, "eps", None) for each in (layer.norm1, layer.norm2))
     fits = attends.batch_first and attends.in_proj_bias is not None and attends.num_heads % 2 == 0
+    alike = eps is not None and eps == other and layer.activation_relu_or_gelu
     return bool(alike and fits and torch.backends.mha.get_fastpath_enabled())
 
 
