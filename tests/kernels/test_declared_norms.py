@@ -16,9 +16,11 @@ import layerzero as lz
 from drawing import at_once
 from layerzero.backends import liger, quack
 from layerzero.backends.flashinfer import rows as flashinfer_norm
+from layerzero.backends.norm_limits import RowsAligned
 from layerzero.backends.vllm import library as vllm_library
 from layerzero.backends.vllm import rows as vllm_norm
 from layerzero.core.device import Device
+from layerzero.core.fact_reads import EVERYTHING, reads_of
 from layerzero.core.facts import FactsBuilder
 from layerzero.core.reasons import ReasonCode
 from layerzero.engine.legality import limit_findings
@@ -230,6 +232,8 @@ def test_rows_over_several_axes_start_where_the_whole_row_does(shape, offset, al
     input_ = memory[start : start + 4 * hidden].view(4, *shape)
     arguments = {"input": input_, "normalized_shape": shape, "weight": meta(*shape), "bias": meta(*shape)}
     assert found("quack.layer_norm", arguments) == (set() if aligned else {(ReasonCode.MISALIGNED, "input")})
+    facts = FactsBuilder(OPERATIONS["norm.layer"]).of_valid({**arguments, "eps": 1e-5}, device=Device.named("H200"))
+    assert EVERYTHING not in reads_of(RowsAligned(("input",)).check, facts), "calls of other sizes share a plan"
 
 
 @pytest.mark.parametrize("kernel", ADD)

@@ -12,6 +12,7 @@ import torch
 from layerzero.backends.flashinfer import attention, plan
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
+from layerzero.core.ledger import home_of
 from layerzero.engine.registry import REGISTRY
 
 CUDA = torch.device("cuda", 0)
@@ -37,6 +38,7 @@ def test_one_thread_at_a_time_sets_and_launches_on_a_device(monkeypatch):
     alone = {"flashinfer.all_reduce", "flashinfer.all_reduce_add_rms_norm"}  # ranks may be threads that wait for others
     kernels = [each for each in REGISTRY.kernels() if each.backend is attention.FLASHINFER]
     assert {each.id for each in kernels if not hasattr(each.load, "__wrapped__")} == alone
+    assert all(home_of(each).startswith("layerzero.backends.flashinfer.") for each in kernels)
 
 
 class Device:

@@ -27,7 +27,7 @@ class RowsAligned(limit.OfTensors):
     def problem(self, name: str, tensor: TensorFacts, facts: Facts, /) -> Reason | None:
         size, got = facts.size(self.size), tensor.row_alignment_bytes
         wanted = math.gcd(MAX_ALIGNMENT_BYTES, size * tensor.dtype.itemsize)
-        if got < wanted and tensor.contiguous:  # no row starts within a row, which norms take over several axes
+        if got < wanted and tensor.contiguous:  # norms take rows over several axes, whose strides start no row
             row, axis = 1, len(tensor.shape)
             while axis and row < size:
                 axis -= 1

@@ -119,8 +119,8 @@ def _load_sparse_variable(facts: Facts) -> Callable[..., Any]:
             kv_data_type=dtype,
             non_blocking=False,
         )
-        # ``contiguous`` would leave one head or one token where it lies, and its loads need 16 bytes: bfloat16 five
-        # elements off ended in a misaligned address or an illegal instruction (0.7.2, H200, 2026-12-01)
+        # ``contiguous`` would leave one head or one token where it lies, and its loads need 16 bytes. bfloat16 five
+        # elements off ended in a misaligned address or an illegal instruction (0.7.2, H200, 2026-12-01).
         moved = (each.transpose(0, 1).clone(memory_format=torch.contiguous_format) for each in (query, key, value))
         output: Tensor = wrapper.run(*moved)
         return output.transpose(0, 1)

@@ -103,10 +103,10 @@ def _load_wide(facts: Facts) -> Callable[..., Any]:
 def _keeps_nan(facts: Facts) -> bool:
     """Whether cuBLAS's epilogue hands a NaN on.
 
-    In half precision its relu made 0 of it in 60 to 75 % of calls with a size that is no multiple of 8, or with input,
-    weight or bias off 16 bytes: it takes other kernels there. In 216 other calls it did in none, nor in 1,404 of
-    float32. Transposed weights were not looked at. It takes 0.7 to 0.85 of the time of two launches (H200, torch 2.11,
-    2026-12-01).
+    In half precision its relu made 0 of a NaN in 60 to 75 % of some calls. Those have a size that is no multiple of 8,
+    or input, weight or bias off 16 bytes: it takes other kernels there. It did in none of 216 others, nor of 1,404 in
+    float32. Transposed weights are refused with them. The epilogue takes 0.7 to 0.85 of the time of two launches
+    (H200, torch 2.11, 2026-12-01).
     """
     if facts["activation"] != "relu" or facts["dtype"] is torch.float32:
         return True

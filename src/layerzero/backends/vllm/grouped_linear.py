@@ -169,9 +169,9 @@ _LEAST = 2.0**-128
 def _for_sixteen(rows: Tensor) -> Tensor:
     """Rows from a multiple of 16 numbers on, on a GPU; a copy where they begin elsewhere.
 
-    A GPU's operator reads on from such a multiple and stores 16 codes at once, wherever that is in the result: off 16
-    bytes it is a misaligned address (``vectorize_with_alignment<16>`` in csrc/quantization/w8a8/int8/scaled_quant.cu of
-    0.20.0).
+    A GPU's operator reads on from such a multiple and stores 16 codes at once, wherever that is in the result. Off 16
+    bytes that is a misaligned address (``vectorize_with_alignment<16>`` in
+    csrc/quantization/w8a8/int8/scaled_quant.cu of 0.20.0).
     """
     return rows if rows.is_cpu else on_boundary(rows, 16 * rows.element_size())
 

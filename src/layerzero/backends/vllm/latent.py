@@ -49,7 +49,7 @@ def _load_flash_mla(facts: Facts) -> Callable[..., Any]:
         q_pe, ckv_cache, kpe_cache, block_tables, context_lens = rest
         known = step.slot(owner, lambda _: _Schedule()) if shared and step is not None else _Schedule()
         cache = joined(ckv_cache, kpe_cache).unsqueeze(2)
-        give_context(cache)  # of a step's split it makes a TMA descriptor before its first launch
+        give_context(cache)  # with a step's split its first call makes a TMA descriptor
         output, lse, *split = operator(
             *(joined(q_nope, q_pe), cache, latent, context_lens, block_tables, scale, queries > 1, *known.split, None)
         )

@@ -159,7 +159,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
             # the bound that its schedule was made for; a plan that a capture was the first to need serves eager calls
             max_context_len = step.bound_of_launch(captured=captured and torch.cuda.is_current_stream_capturing())
             metadata = step.slot(owner, lambda each: _Schedule(each, scheduled)).tensor
-            give_context(query)  # of a step's schedule it makes a TMA descriptor before its first launch
+            give_context(query)  # with a step's schedule its first call makes a TMA descriptor
         given = (
             *(query.squeeze(1), key_cache, value_cache, None, None, None, None, starts, None, None, None, context_lens),
             *(1, longest if max_context_len is None else min(max_context_len, longest), block_tables, None, None),

@@ -150,7 +150,7 @@ def _load_moe(facts: Facts) -> Callable[..., tuple[Tensor, Tensor]]:
         rows = logits.to(torch.float32)
         weights = rows.new_empty((len(rows), top_k))
         places, scratch = (torch.empty_like(weights, dtype=torch.int32) for _ in range(2))
-        # of rows of NaN it makes weights of 0 (topk_softmax_kernels.cu of 0.20.0), and experts make NaN of such tokens
+        # weights of a row with NaN or inf are 0 (topk_softmax_kernels.cu of 0.20.0): experts make NaN of a token of NaN
         operator(weights, places, scratch, rows, renormalize, *more)
         return weights if scale == 1.0 else weights.mul_(scale), places
 

@@ -190,7 +190,7 @@ _STEP = 0.01
 
 
 def _summed(arguments: Mapping[str, Any]) -> Tensor:
-    """As of other experts, and how far a result moves for each weight of the first product that is off by its size.
+    """What ``summed`` gives, and how far a result moves for each weight of the first product that is off by its size.
 
     Kernels round what they make of codes to the call's dtype. A gate that is a small sum of large terms moves by more
     than its size. Results of bfloat16 were off by 1.2 times the tolerance, as far as rounding weights moves them (torch

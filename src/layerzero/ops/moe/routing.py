@@ -192,7 +192,8 @@ def moe_route(
         expert_groups, top_groups: choose within so many of so many groups of neighbours alone, those whose two best
             experts have the largest sum. Both or neither.
         scale: what weights are multiplied by, last.
-    Returns: (weights, experts). A row with NaN, with ``inf``, or with ``-inf`` alone may name any experts, each once.
+    Returns: (weights, experts). A row with NaN, with ``inf``, or with ``-inf`` alone may name any experts, each once,
+        by weights that are NaN or 0.
     Raises: InvalidCallError for what does not fit, with wanted and got.
     Source: arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437; gpt-oss, arXiv:2508.10925.
     """

@@ -377,12 +377,12 @@ def refusal(module: Module, parent: Module | None = None) -> str:
 
 def _is_fused(layer: Any) -> bool:
     """Whether torch runs the layer as one operator where nothing records gradients."""
-    if getattr(type(layer), "forward", None) is not TransformerEncoderLayer.forward or layer.training:
+    if getattr(type(layer), "forward", None) is not TransformerEncoderLayer.forward:
         return False
     attends, (eps, other) = layer.self_attn, (getattr(each, "eps", None) for each in (layer.norm1, layer.norm2))
-    fits = attends.batch_first and attends.in_proj_bias is not None and attends.num_heads % 2 == 0
+    fits = isinstance(attends, MultiheadAttention) and attends.batch_first and attends.num_heads % 2 == 0
     alike = eps is not None and eps == other and layer.activation_relu_or_gelu
-    return bool(alike and fits and torch.backends.mha.get_fastpath_enabled())
+    return bool(fits and alike and attends.in_proj_bias is not None and torch.backends.mha.get_fastpath_enabled())
 
 
 def weight_problem(parameter: Parameter) -> str:
