@@ -10,7 +10,7 @@ import weight_operators as operators
 from weight_operators import BF16, F16, LIBRARIES
 
 import layerzero as lz
-from layerzero.backends import grouped_weights
+from layerzero.backends import grouped_weights, shape_cache
 from layerzero.backends.torch import moe as of_torch
 from layerzero.backends.vllm import experts as of_vllm
 from layerzero.core.device import Device
@@ -193,22 +193,22 @@ def test_marlin_is_called_as_it_reads_numbers(library, kernel, tokens):
 
 def test_products_of_a_device_are_launched_one_after_the_other(library, monkeypatch):
     """Each sets its kernel's shared memory and launches it, without the GIL."""
-    launching = {}
-    monkeypatch.setattr(of_vllm, "_LAUNCHING", launching)
+    launching, cpu = {}, ("vllm.marlin_experts", None)
+    monkeypatch.setattr(shape_cache, "_LAUNCHING", launching)
     held = []
     known = of_vllm.operators()
     product = known.moe_wna16_marlin_gemm.default
 
     def watched(*given):
-        held.append(launching[torch.device("cpu")].locked())
+        held.append(launching[cpu].locked())
         product(*given)
 
     monkeypatch.setattr(known, "moe_wna16_marlin_gemm", Operator(watched, GEMM))
     made("vllm.marlin_experts", call("compressed-tensors:bits=4,group=32", BF16, 1))
     made("vllm.marlin_experts_fp8", call("fp8", BF16, 1))
     assert held == [True] * 4
-    assert list(launching) == [torch.device("cpu")]
-    assert not launching[torch.device("cpu")].locked()
+    assert list(launching) == [cpu]
+    assert not launching[cpu].locked()
 
 
 def test_what_experts_are_looked_up_in_is_there_before_another_stream_reads_it(library, monkeypatch):

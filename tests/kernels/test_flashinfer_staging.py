@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from layerzero.backends import shape_cache
 from layerzero.backends.flashinfer import attention, plan
 from layerzero.backends.flashinfer.plan import Staging
 from layerzero.core import limits as limit
@@ -24,17 +25,17 @@ def test_one_thread_at_a_time_sets_and_launches_on_a_device(monkeypatch):
 
     def load(facts):
         def run(number, *, wanted):
-            inside.append((number, [each.locked() for each in attention._LAUNCHES.values()]))
+            inside.append((number, [each.locked() for each in shape_cache._LAUNCHING.values()]))
             return wanted
 
         return run
 
-    monkeypatch.setattr(attention, "_LAUNCHES", {})
+    monkeypatch.setattr(shape_cache, "_LAUNCHING", {})
     made = attention.kernel("flashinfer.invented", "norm.rms", load, limit.dtype("float32"), priority=1)
     runs = [made.load(types.SimpleNamespace(device=types.SimpleNamespace(index=index))) for index in (0, 1, 0)]
     assert [run(number, wanted=4) for number, run in enumerate(runs)] == [4, 4, 4]
     assert inside == [(0, [True, False]), (1, [False, True]), (2, [True, False])]
-    assert not any(each.locked() for each in attention._LAUNCHES.values())
+    assert not any(each.locked() for each in shape_cache._LAUNCHING.values())
     alone = {"flashinfer.all_reduce", "flashinfer.all_reduce_add_rms_norm"}  # ranks may be threads that wait for others
     kernels = [each for each in REGISTRY.kernels() if each.backend is attention.FLASHINFER]
     assert {each.id for each in kernels if not hasattr(each.load, "__wrapped__")} == alone

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.backends.shape_cache import launch_lock
 from layerzero.backends.vllm import paged
 from layerzero.ops.paged import step as steps
 
@@ -34,7 +35,9 @@ def launches(monkeypatch):
     launched, scheduled, bound = [], [], []
 
     def fwd(*given):
-        assert paged._LAUNCHING[0].locked() is (given[29] is not None), "what counts tiles is put back at the end"
+        assert launch_lock("vllm.flash_attn.v3", 0).locked() is (given[29] is not None), (
+            "what counts tiles is put back at the end"
+        )
         assert [each is given[0]._base for each in bound] == [True] * (given[29] is not None), (
             "a descriptor comes first"
         )
@@ -79,7 +82,7 @@ def test_calls_with_a_steps_schedule_are_launched_one_after_the_other(launches):
     launches.run(step, capturing=False)
     launches.run(step, capturing=False, alone=True)
     assert launches.launched == [32, 64]
-    assert not paged._LAUNCHING[0].locked()
+    assert not launch_lock("vllm.flash_attn.v3", 0).locked()
 
 
 def test_an_eager_call_on_the_plan_of_a_capture_captures_nothing(launches):

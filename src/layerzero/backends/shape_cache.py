@@ -4,7 +4,7 @@ Making them copies from the host, allocates or compiles, which a CUDA graph capt
 on using what it saw. So a kernel that needs one is legal in a capture only after a call of the same shape outside of
 it, and what a capture used is kept for the life of the process.
 
-A thread's context, which some operators want before their first call in it.
+What some operators want of threads: a context before their first call in one, and launches from one at a time.
 
 Caches of compilers: what artefacts of the CuTe DSL depend on, and where they, Triton's and the driver's lie.
 """
@@ -53,6 +53,18 @@ def give_context(tensor: Tensor) -> None:
     if not _BOUND.here and tensor.is_cuda and torch.cuda.current_device() == tensor.device.index:
         torch.cuda.set_device(tensor.device)  # for another device the operator's own guard does the same
         _BOUND.here = True
+
+
+_LAUNCHING: dict[tuple[str, int | None], threading.Lock] = {}
+
+
+def launch_lock(owner: str, device_index: int | None) -> threading.Lock:
+    """The lock under which launches of some kernels on a device come from one thread at a time.
+
+    It is for those whose host code runs without the GIL and shares between threads what it sets before a launch. One a
+    device: ranks in threads may wait for each other's.
+    """
+    return _LAUNCHING.setdefault((owner, device_index), forking.lock())
 
 
 class Prepared:

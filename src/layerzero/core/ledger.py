@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import itertools
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -298,7 +299,8 @@ class Ledger:
 
 def home_of(kernel: Kernel) -> str:
     """The module that registers a kernel: where its load function lives; ``python -m name`` has a name, too."""
-    load = kernel.load.func if isinstance(kernel.load, functools.partial) else kernel.load
+    load = inspect.unwrap(kernel.load)
+    load = load.func if isinstance(load, functools.partial) else load
     module = getattr(load, "__module__", None) or ""
     spec = getattr(sys.modules.get(module), "__spec__", None) if module == "__main__" else None
     return spec.name if spec is not None else module

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -30,12 +29,12 @@ from torch import Tensor
 from layerzero.backends.flashinfer.modules import Variant, build_key, compiled_for, planned, prebuilt
 from layerzero.backends.flashinfer.plan import PLANS, FlashInferPlan, plan_before_capture, plan_key
 from layerzero.backends.norm_limits import ElementsBelow
+from layerzero.backends.shape_cache import launch_lock
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts, TensorFacts
 from layerzero.core.kernel import Backend, Kernel, Load
 from layerzero.core.limit_kinds import Limit, OfTensors
 from layerzero.core.reasons import Reason, ReasonCode
-from layerzero.core.system import forking
 from layerzero.ops.attention import declare as attention
 from layerzero.ops.attention.reference import lse_of_spoiled_rows
 
@@ -57,30 +56,25 @@ FLASHINFER = Backend(
     flags=("graph_safe", "jit", "device_guard"),
 )
 
-_LAUNCHES: dict[int, threading.Lock] = {}
-"""One a device: a rank that waits for another rank's device does not hold up that rank."""
-
 
 def kernel(name: str, operations: str | tuple[str, ...], load: Load, *more: Limit, **fields: Any) -> Kernel:
     """Declare a kernel of FlashInfer whose launches on a device come from one thread at a time.
 
-    Its host code runs without Python's lock, and what it sets before a launch is shared by threads. A norm's shared
-    memory is ("invalid argument"), and so are a stream's workspace and the counters of PODs. In four threads 8 of 1,600
-    decodes were wrong, and with the lock none (0.7.4, whose launches are those of 0.7.2, H200, 2026-12-01). The lock
-    takes 0.35 us of a call.
+    Threads share a norm's shared memory ("invalid argument"), a stream's workspace and the counters of PODs. In four
+    threads 8 of 1,600 decodes were wrong, and with the lock none (0.7.4, whose launches are those of 0.7.2, H200,
+    2026-12-01). The lock takes 0.35 us of a call.
     """
 
     @functools.wraps(load)
     def loaded(facts: Facts) -> Callable[..., Any]:
-        run, launching = load(facts), _LAUNCHES.setdefault(facts.device.index, forking.lock())
+        run, alone = load(facts), launch_lock("flashinfer", facts.device.index)
 
-        def alone(*tensors: Tensor, **options: Any) -> Any:
-            with launching:
+        def launched(*tensors: Tensor, **options: Any) -> Any:
+            with alone:
                 return run(*tensors, **options)
 
-        return alone
+        return launched
 
-    loaded.__module__ = getattr(load, "func", load).__module__  # of a partial, too: a child imports it
     return FLASHINFER.kernel(name, operations, loaded, *more, **fields)
 
 

@@ -174,10 +174,11 @@ def _numbers(count: int, like: Tensor) -> Tensor:
     found = _counted.get(key)
     if found is None:
         found = torch.arange(count, dtype=like.dtype, device=like.device)
-        if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
-            if like.is_cuda:  # another stream may read them next
-                torch.cuda.current_stream(like.device).synchronize()
-            _counted[key] = found
+        if like.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return found
+            torch.cuda.current_stream(like.device).synchronize()  # another stream may read them next
+        _counted[key] = found
     return found
 
 

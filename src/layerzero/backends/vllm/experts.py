@@ -18,7 +18,6 @@ Library: vllm 0.20, Apache-2.0; torch >= 2.10, BSD-3-Clause.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ from layerzero.backends.grouped_weights import (
     regrouped,
 )
 from layerzero.backends.norm_limits import ElementsBelow
-from layerzero.backends.shape_cache import Prepared, driver_cache
+from layerzero.backends.shape_cache import Prepared, driver_cache, launch_lock
 from layerzero.backends.vllm import marlin
 from layerzero.backends.vllm.grouped_linear import BIASED, UNSIGNED, multiprocessors
 from layerzero.backends.vllm.library import VLLM, operators
@@ -48,7 +47,6 @@ from layerzero.backends.vllm.rows import IN_32_BITS
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel, Trust
-from layerzero.core.system import forking
 from layerzero.ops.activation.formulas import FUNCTIONS
 from layerzero.ops.linear.packed import PackedWeight, belongs
 from layerzero.ops.moe.experts import EXPERTS, PACKED_OF, gated
@@ -63,14 +61,6 @@ _STEP = 128
 
 _LOCKS_EACH = 4
 """Blocks of a multiprocessor that wait for each other."""
-
-
-_LAUNCHING: dict[torch.device, threading.Lock] = {}
-"""One a device: a product sets how much shared memory its kernel may have, which differs by call, then launches it.
-
-It does both without the GIL. A launch that asks for more than another thread has set meanwhile is dropped, and no error
-is looked for (``marlin_mm`` in csrc/moe/marlin_moe_wna16/ops.cu of 0.20.0).
-"""
 
 
 class Form(NamedTuple):
@@ -151,7 +141,9 @@ def _load_marlin(facts: Facts, owner: str, pack: Callable[..., tuple[Form, int]]
     product, align = library.moe_wna16_marlin_gemm.default, library.moe_align_block_size.default
     names, gate, device, capturing = _names(product), _gate(facts), _device(facts), bool(facts["capturing"])
     of_map, order = MAPS.get(experts, device, capturing=capturing), ORDERS.get(device, capturing=capturing)
-    launching = _LAUNCHING.setdefault(device, forking.lock())
+    # a product sets how much shared memory its kernel may have, which differs by call. A launch that asks for more than
+    # another thread has set meanwhile is dropped without a word (marlin_mm in csrc/moe/marlin_moe_wna16/ops.cu, 0.20.0)
+    alone = launch_lock("vllm.marlin_experts", device.index)
     index = (None, None) if "g_idx_or_none" in names else ()
     parallel, whole = (False,) * ("is_ep" in names), (True,) * bool(index)
     tiles = (-1,) * sum(name in names for name in ("thread_k", "thread_n", "blocks_per_sm"))
@@ -187,7 +179,7 @@ def _load_marlin(facts: Facts, owner: str, pack: Callable[..., tuple[Form, int]]
                 *(*index, form.locks.now(), *blocks, shares, block, each, last, *parallel, form.kind, *size, *whole),
                 *(False, True, False, *tiles),  # no atomics, sums in float32
             )
-            with launching:
+            with alone:
                 product(*given)
 
         between = input.new_empty(tokens * top_k, joined)

@@ -17,7 +17,6 @@ Library: vllm 0.20, Apache-2.0; FlashAttention, BSD-3-Clause, arXiv:2307.08691 a
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from layerzero.backends.flashinfer.paged import SAME_STRIDES
 from layerzero.backends.norm_limits import ElementsBelow
-from layerzero.backends.shape_cache import Prepared, driver_cache, give_context
+from layerzero.backends.shape_cache import Prepared, driver_cache, give_context, launch_lock
 from layerzero.backends.torch.latent_cascade import merge, weighted
 from layerzero.backends.vllm.flash_attn import FITTING_VALUES
 from layerzero.backends.vllm.library import (
@@ -43,7 +42,6 @@ from layerzero.backends.vllm.varlen import HEADS, OF_V2, OF_V3, Forward, Keys, O
 from layerzero.core import limits as limit
 from layerzero.core.facts import Facts
 from layerzero.core.kernel import Kernel
-from layerzero.core.system import forking
 from layerzero.ops.attention.limits import DenseTokens
 from layerzero.ops.attention.reference import with_lse
 from layerzero.ops.cascade import CASCADE, FLAT, MERGE_STATES
@@ -115,13 +113,6 @@ class _Schedule:
         self.tensor.copy_(self._compute(step))
 
 
-_LAUNCHING: dict[int, threading.Lock] = {}
-"""One a device: by a step's schedule a call counts tiles from 0, and puts the 0 back with its last launch.
-
-Another thread's call between the two would leave tiles out (``mha_fwd`` in hopper/flash_api.cpp, f5bc33cf).
-"""
-
-
 def _load_v3(facts: Facts) -> Callable[..., Any]:
     library = operators("vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C")
     operator, schedule = library.fwd.default, library.get_scheduler_metadata.default
@@ -133,7 +124,9 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
     left, right = window_of_plan if isinstance(window_of_plan, tuple) else (-1, -1)
     page_size, capped = facts.size("page_size"), facts["softcap"] is not None
     owner = ("vllm.flash_attn.v3.paged", *sizes, page_size, dtype, left, capped)
-    launching, alone = _LAUNCHING.setdefault(facts.device.index, forking.lock()), nullcontext()
+    # by a step's schedule a call counts tiles from 0, and puts the 0 back with its last launch: another thread's call
+    # between the two would leave tiles out (mha_fwd in hopper/flash_api.cpp, f5bc33cf)
+    alone, as_it_is = launch_lock("vllm.flash_attn.v3", facts.device.index), nullcontext()
 
     def scheduled(step: StepMetadata) -> Tensor:
         bound = step.max_context_len
@@ -166,7 +159,7 @@ def _load_v3(facts: Facts) -> Callable[..., Any]:
             *(None, None, None, None, None, None, default if scale is None else scale, False, left, right),
             *(softcap or 0.0, True, metadata, 0, None, 0, None, 1, 0, None),
         )
-        with alone if metadata is None else launching:
+        with as_it_is if metadata is None else alone:
             output, lse, *_ = operator(*given)
         return _with_lse(output, lse) if return_lse else output.unsqueeze(1)
 

@@ -175,14 +175,17 @@ _INT4 = "compressed-tensors:bits=4,group=32"
 
 def _when_off(arguments: Mapping[str, Any], joined: Tensor, off: Tensor) -> Tensor:
     """How far what lies between the products moves when the first is off: squares, of gate and up either way."""
-    given = {"activation": "silu"} | {name: arguments[name] for name in _GATE if name in arguments}
-    of_gate = torch.zeros_like(joined)
+    given, of_gate = _gate(arguments), torch.zeros_like(joined)
     gate_and_up(of_gate, given["activation"])[0].fill_(1.0)
     through = gated(joined, **given)
     moved = torch.zeros_like(through)
     for part, sign in itertools.product((of_gate, 1.0 - of_gate), (1.0, -1.0)):
         moved += (gated(joined + sign * part * off, **given) - through).square()
     return moved
+
+
+def _gate(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"activation": "silu"} | {name: arguments[name] for name in _GATE if name in arguments}
 
 
 _GATE = ("activation", "alpha", "limit")
@@ -261,13 +264,12 @@ def _moved(arguments: Mapping[str, Any], rows: Tensor) -> Tensor:
     """What rounding the rows of both products to eight bits adds, as a deviation for each element."""
     first, second = weights_of(arguments, torch.float64)
     biases = arguments.get("gate_up_bias"), arguments.get("down_bias")
-    gate = {"activation": "silu"} | {name: arguments[name] for name in _GATE if name in arguments}
     step = rows.abs().amax(-1, keepdim=True) / (CODES * math.sqrt(12.0))
     total = torch.zeros_like(rows)
     for number in range(first.shape[0]):
         weight, down = first[number], second[number]
         joined = functional.linear(rows, weight, None if biases[0] is None else biases[0][number])
-        moved = gated(joined, **gate).abs().amax(-1, keepdim=True).square() / (12.0 * CODES**2)
+        moved = gated(joined, **_gate(arguments)).abs().amax(-1, keepdim=True).square() / (12.0 * CODES**2)
         moved = moved + _when_off(arguments, joined, step * weight.square().sum(-1).sqrt())
         share = torch.where(arguments["expert_ids"] == number, arguments["expert_weights"], 0.0).sum(-1, keepdim=True)
         total += share.square() * functional.linear(moved, down.square())

@@ -96,9 +96,8 @@ def compile_calls(search: Search, report: Optimized, watched: CallsOfInputs) -> 
 
 
 def _sparse(module: Module) -> str:
-    """Which weight or buffer is sparse: torch tells no bytes of it. A buffer of openai-whisper is (alignment_heads)."""
-    held = (*module.named_parameters(), *module.named_buffers())
-    return next((f"{name} is sparse" for name, each in held if each.layout is not torch.strided), "")
+    """Which buffer is sparse: torch tells no bytes of it. One of openai-whisper is (alignment_heads)."""
+    return next((f"{name} is sparse" for name, each in module.named_buffers() if each.layout is not torch.strided), "")
 
 
 class CallsOfInputs:
